@@ -1,0 +1,67 @@
+"""What the user asked for: frozen, and None means "choose for me". A leaf: imports nothing of cbatch.
+
+`EngineConfig` is answered by `cbatch.engine.plan.EnginePlan`, which holds every decided value with its reason.
+The command line and a TOML file (`--config`) both build these; the field names are the option names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+DEFAULT_MAX_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The engine's settings as asked for, spelled as in transformers' continuous batching."""
+
+    model: str  # a folder, a .gguf file, or a hub repository
+    revision: str | None = None
+    tokenizer: str | None = None  # where it is not the model's own
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    trust_remote_code: bool = False
+    max_model_len: int | None = None  # tokens of prompt and completion together
+    page_size: int | None = None  # tokens of KV in a page
+    num_blocks: int | None = None  # whole-model blocks of page_size tokens
+    max_batch_tokens: int | None = None  # query tokens per forward pass
+    max_requests_per_batch: int | None = None
+    max_memory_percent: float | None = None  # share of the device memory that is free, 0 to 1
+    scheduler_type: str | None = None
+    allow_block_sharing: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled and when it stops; every value decided."""
+
+    max_tokens: int | None = None  # None: DEFAULT_MAX_TOKENS, cut to what context and cache leave
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0  # in (0, 1]; 1 keeps all
+    top_k: int = 0  # 0 keeps all
+    seed: int = 0  # together with the position decides the random stream
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobConfig:
+    """A job as asked for: files, rows, and what happens to failures."""
+
+    inputs: tuple[str, ...]
+    output: str
+    sampling: dict[str, object] = field(default_factory=dict)  # given on the command line; a row overrides
+    generation_config: Literal["auto", "none"] = "auto"  # whether the model's own sampling defaults count
+    prompt_column: str | None = None
+    row_params: bool = True
+    limit: int | None = None
+    on_overlong: Literal["error", "truncate-left", "truncate-right"] = "error"
+    return_token_ids: bool = False
+    order: Literal["input", "completion"] = "input"
+    max_errors: int | None = None  # end the job early at this many row errors
+    error_tolerance: float = 0.0  # share of rows that may fail with exit code 0
+    seed: int = 0  # rows without a seed of their own get one hashed from this and their key
