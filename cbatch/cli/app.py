@@ -1,0 +1,93 @@
+"""The program `cbatch`: its commands, and what becomes of every way in which one can end. Called by the console script.
+
+Imports neither torch nor a file format: a command imports what it needs when it runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from inspect import Parameter
+from typing import Annotated, Any
+
+import typer
+
+from cbatch.cli.console import PROGRAM, discard_stdout, prepare_streams, say
+from cbatch.cli.help import SettingsCommand
+from cbatch.cli.options import SETTINGS
+from cbatch.cli.run import run_command
+from cbatch.cli.signature import command_signature, keyword
+from cbatch.errors import EXIT_FAILED, CbatchError
+
+EXIT_ABORTED = 130  # as a shell reports a process ended by SIGINT
+EXIT_PIPE = 141  # as a shell reports a process ended by SIGPIPE
+
+app = typer.Typer(
+    name=PROGRAM,
+    help="Offline batch inference with language models: prompts in, completions and latency columns out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version  # slow to import
+
+        typer.echo(f"{PROGRAM} {version(PROGRAM)}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _run(inputs: list[str] | None, config: str | None, **given: Any) -> int:
+    """Complete every prompt of INPUT and write the results to a file, row for row.
+
+    INPUT is one or more .jsonl or .parquet files.
+    """
+    return run_command(inputs or [], config, given)
+
+
+_INPUTS = Annotated[list[str] | None, typer.Argument(metavar="INPUT", show_default=False)]
+_CONFIG = Annotated[
+    str | None, typer.Option(metavar="FILE", help="TOML file of these settings, dashes as underscores; options win.")
+]
+_run.__signature__ = command_signature(  # type: ignore[attr-defined]
+    SETTINGS,
+    Parameter("inputs", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=_INPUTS),
+    keyword("config", _CONFIG),
+)
+app.command("run", cls=SettingsCommand, options_metavar="--model MODEL -o OUT [OPTIONS]")(_run)
+
+
+def main() -> int:
+    """Run the command line and return the exit code; every failure is one line on standard error."""
+    prepare_streams()
+    try:
+        code = typer.main.get_command(app).main(prog_name=PROGRAM, standalone_mode=False)
+        sys.stdout.flush()
+        return int(code or 0)
+    except typer.TyperException as error:
+        say(f"{error.format_message()} ({PROGRAM} --help lists the commands)")
+        return error.exit_code
+    except CbatchError as error:
+        say(str(error))
+        return error.exit_code
+    except BrokenPipeError:
+        discard_stdout()
+        return EXIT_PIPE
+    except KeyboardInterrupt:
+        say("interrupted")
+        return EXIT_ABORTED
+    except Exception as error:
+        say(f"internal error, {type(error).__name__}: {error} (run again with --debug to see where)")
+        return EXIT_FAILED

@@ -1,0 +1,253 @@
+"""The table of every setting of `cbatch run`: options, TOML keys and the docs' table are read off it.
+
+Used by `app` (the command's signature), `config_file` and the docs' generator. A setting is here only once it works.
+"""
+
+from __future__ import annotations
+
+import math
+
+from cbatch.cli.setting import SEED_MAX, Bounds, ConsoleConfig, Setting
+from cbatch.config import EngineConfig, JobConfig, SamplingParams
+
+MODEL = "Model"
+ENGINE = "Engine"
+SAMPLING = "Sampling: the defaults of rows that do not say otherwise"
+ROWS = "Rows"
+JOB = "Job"
+
+INFERRED = "inferred"
+SHARE = Bounds(0, 1, above=True)
+
+MODEL_SETTINGS = (
+    Setting(
+        name="model",
+        target=EngineConfig,
+        panel=MODEL,
+        help="A folder, a .gguf file, or the name of a Hugging Face hub repository.",
+        default="required",
+        metavar="MODEL",
+    ),
+    Setting(
+        name="revision",
+        target=EngineConfig,
+        panel=MODEL,
+        help="Branch, tag or commit of the hub repository.",
+        default="main",
+        metavar="NAME",
+    ),
+    Setting(
+        name="tokenizer",
+        target=EngineConfig,
+        panel=MODEL,
+        help="Folder or repository of the tokenizer.",
+        default="the model's",
+        metavar="NAME",
+    ),
+    Setting(name="dtype", target=EngineConfig, panel=MODEL, help="Data type of weights and cache."),
+    Setting(name="device", target=EngineConfig, panel=MODEL, help="Where the model runs."),
+    Setting(
+        name="trust_remote_code",
+        target=EngineConfig,
+        panel=MODEL,
+        help="Run the Python code that a model repository ships.",
+    ),
+    Setting(
+        name="max_model_len",
+        target=EngineConfig,
+        panel=MODEL,
+        help="Most tokens of a prompt and its completion together.",
+        default="the model's",
+        metavar="TOKENS",
+    ),
+)
+
+ENGINE_SETTINGS = (
+    Setting(
+        name="page_size",
+        target=EngineConfig,
+        panel=ENGINE,
+        help="Tokens in a page of the KV cache.",
+        default=INFERRED,
+        aliases=("block_size",),
+        metavar="TOKENS",
+    ),
+    Setting(
+        name="num_blocks",
+        target=EngineConfig,
+        panel=ENGINE,
+        help="Size of the KV cache, in blocks of page-size tokens.",
+        default=INFERRED,
+        metavar="N",
+    ),
+    Setting(
+        name="max_batch_tokens",
+        target=EngineConfig,
+        panel=ENGINE,
+        help="Most tokens computed in one forward pass.",
+        default=INFERRED,
+        aliases=("max_num_batched_tokens",),
+        metavar="TOKENS",
+    ),
+    Setting(
+        name="max_requests_per_batch",
+        target=EngineConfig,
+        panel=ENGINE,
+        help="Most requests in one forward pass.",
+        default=INFERRED,
+        aliases=("max_num_seqs",),
+        metavar="N",
+    ),
+    Setting(
+        name="max_memory_percent",
+        target=EngineConfig,
+        panel=ENGINE,
+        help="Share of the free memory that the engine may take, as a fraction: 0.6 is 60 %.",
+        default=INFERRED,
+        bounds=SHARE,
+        metavar="FRACTION",
+    ),
+    Setting(
+        name="scheduler_type",
+        target=EngineConfig,
+        panel=ENGINE,
+        help="Who goes first: fifo takes requests in the order of the rows.",
+        default="fifo",
+        only=("fifo",),
+    ),
+    Setting(
+        name="allow_block_sharing",
+        target=EngineConfig,
+        panel=ENGINE,
+        help="Compute a prefix that several prompts share only once.",
+        default="on where the model allows it",
+    ),
+)
+
+SAMPLING_SETTINGS = (
+    Setting(
+        name="max_tokens",
+        target=SamplingParams,
+        panel=SAMPLING,
+        help="Most tokens of a completion.",
+        default="1024, cut to what the context leaves",
+        metavar="TOKENS",
+    ),
+    Setting(
+        name="temperature",
+        target=SamplingParams,
+        panel=SAMPLING,
+        help="Randomness; 0 takes the likeliest token every time.",
+        default="the model's, else 0",
+        bounds=Bounds(0, math.inf),
+        metavar="NUMBER",
+    ),
+    Setting(
+        name="top_p",
+        target=SamplingParams,
+        panel=SAMPLING,
+        help="Sample from the likeliest tokens that together have this probability.",
+        default="the model's, else 1",
+        bounds=SHARE,
+        metavar="FRACTION",
+    ),
+    Setting(
+        name="top_k",
+        target=SamplingParams,
+        panel=SAMPLING,
+        help="Sample from this many of the likeliest tokens; 0 takes all.",
+        default="the model's, else 0",
+        bounds=Bounds(0),
+        metavar="N",
+    ),
+    Setting(
+        name="seed",
+        target=JobConfig,
+        panel=SAMPLING,
+        help="The job's seed; a row without a seed of its own gets one from this and its content.",
+        bounds=Bounds(0, SEED_MAX),
+        metavar="N",
+    ),
+    Setting(
+        name="stop",
+        target=SamplingParams,
+        panel=SAMPLING,
+        help="End a completion before this text; may be repeated.",
+        metavar="TEXT",
+    ),
+    Setting(
+        name="ignore_eos",
+        target=SamplingParams,
+        panel=SAMPLING,
+        help="Go on past the model's end-of-text token, to exactly max-tokens.",
+    ),
+    Setting(
+        name="generation_config",
+        target=JobConfig,
+        panel=SAMPLING,
+        help="Whether the model's own sampling defaults count.",
+    ),
+)
+
+ROW_SETTINGS = (
+    Setting(
+        name="prompt_column",
+        target=JobConfig,
+        panel=ROWS,
+        help="The column that holds the prompt.",
+        default="prompt_token_ids, messages or prompt, the first that a row has",
+        metavar="NAME",
+    ),
+    Setting(name="limit", target=JobConfig, panel=ROWS, help="Stop after this many rows.", default="all", metavar="N"),
+    Setting(
+        name="row_params",
+        target=JobConfig,
+        panel=ROWS,
+        help="Let columns named like sampling parameters override them row by row.",
+    ),
+    Setting(
+        name="on_overlong",
+        target=JobConfig,
+        panel=ROWS,
+        help="What becomes of a prompt that is longer than the context.",
+    ),
+    Setting(name="return_token_ids", target=JobConfig, panel=ROWS, help="Add the column completion_token_ids."),
+)
+
+JOB_SETTINGS = (
+    Setting(
+        name="output",
+        target=JobConfig,
+        panel=JOB,
+        help="Where the results go: a .jsonl or .parquet file.",
+        default="required",
+        short="-o",
+        metavar="FILE",
+    ),
+    Setting(name="order", target=JobConfig, panel=JOB, help="Rows in the order of the input, or as they finish."),
+    Setting(
+        name="max_errors",
+        target=JobConfig,
+        panel=JOB,
+        help="End the job early once this many rows failed.",
+        default="never",
+        metavar="N",
+    ),
+    Setting(
+        name="error_tolerance",
+        target=JobConfig,
+        panel=JOB,
+        help="Share of the rows that may fail while the exit code is still 0.",
+        bounds=Bounds(0, 1),
+        metavar="FRACTION",
+    ),
+    Setting(name="quiet", target=ConsoleConfig, panel=JOB, help="Print errors only.", short="-q"),
+    Setting(
+        name="verbose", target=ConsoleConfig, panel=JOB, help="Print more: every setting and its reason.", short="-v"
+    ),
+    Setting(name="debug", target=ConsoleConfig, panel=JOB, help="Show where in the code an error arose."),
+)
+
+SETTINGS = MODEL_SETTINGS + ENGINE_SETTINGS + SAMPLING_SETTINGS + ROW_SETTINGS + JOB_SETTINGS
+BY_NAME = {setting.name: setting for setting in SETTINGS}
+ALIASES = {alias: setting for setting in SETTINGS for alias in setting.aliases}

@@ -1,0 +1,164 @@
+"""One setting: its name, its type, its range, and the words that say so. Used by everything in `cli` that reads settings.
+
+The type and the choices come from the field of the configuration that the setting fills, so they are written once.
+A value passes `Setting.from_text` (command line) or `Setting.from_toml`, and both end in the same check. Leaves out what
+only the engine or the job can know: whether a value works with this model and this input.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, Field, dataclass, fields
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from cbatch.config import EngineConfig, JobConfig, SamplingParams
+from cbatch.errors import UsageError
+
+INT_MAX = 2**31 - 1
+SEED_MAX = 2**63 - 1
+
+Kind = Literal["flag", "int", "float", "text", "choice", "texts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsoleConfig:
+    """What the command line itself acts on."""
+
+    quiet: bool = False
+    verbose: bool = False
+    debug: bool = False
+
+
+Target = type[EngineConfig] | type[JobConfig] | type[SamplingParams] | type[ConsoleConfig]
+
+
+@cache
+def _hints(target: Any) -> dict[str, Any]:
+    return get_type_hints(target)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The values that a number may take."""
+
+    low: float = 1
+    high: float = INT_MAX
+    above: bool = False  # low itself is not allowed
+
+    def __contains__(self, value: object) -> bool:
+        assert isinstance(value, int | float)
+        return math.isfinite(value) and (self.low < value if self.above else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        low = f"above {self.low:g}" if self.above else f"at least {self.low:g}"
+        return low if self.high in (INT_MAX, SEED_MAX, math.inf) else f"{low}, at most {self.high:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One word that the user can set: the field `name` of `target`."""
+
+    name: str
+    target: Target
+    panel: str
+    help: str
+    default: str | None = None  # how an absent value reads in the help; None: the field's own default
+    bounds: Bounds = Bounds()
+    only: tuple[str, ...] = ()  # the choices, where the field's type does not list them
+    short: str | None = None
+    aliases: tuple[str, ...] = ()  # other engines' spellings, hidden
+    metavar: str | None = None
+
+    @property
+    def option(self) -> str:
+        """The spelling on the command line: page_size → --page-size."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def field(self) -> Field[Any]:
+        return next(item for item in fields(self.target) if item.name == self.name)
+
+    @property
+    def annotation(self) -> Any:
+        """The field's type without None."""
+        hint = _hints(self.target)[self.name]
+        if get_origin(hint) is UnionType:
+            hint = next(member for member in get_args(hint) if member is not type(None))
+        return hint
+
+    @property
+    def kind(self) -> Kind:
+        hint = self.annotation
+        if self.choices:
+            return "choice"
+        if get_origin(hint) is tuple:
+            return "texts"
+        kinds: dict[object, Kind] = {bool: "flag", int: "int", float: "float", str: "text"}
+        return kinds[hint]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return get_args(self.annotation) if get_origin(self.annotation) is Literal else self.only
+
+    @property
+    def default_words(self) -> str | None:
+        """The default as the help and the docs show it; None where there is none to show."""
+        if self.default is not None:
+            return self.default
+        value = self.field.default
+        if value is MISSING or value is None or value == ():
+            return None
+        return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
+    @property
+    def expected(self) -> str:
+        """What a value must be, in words."""
+        words: dict[Kind, str] = {
+            "flag": "true or false",
+            "int": f"a whole number, {self.bounds}",
+            "float": f"a number, {self.bounds}",
+            "text": "a text that is not empty",
+            "choice": f"one of {', '.join(self.choices)}",
+            "texts": "a text or a list of texts, none empty",
+        }
+        return words[self.kind]
+
+    def from_text(self, text: str) -> object:
+        """Convert one value given on the command line; UsageError where it is not what is expected."""
+        value: object = text
+        try:
+            if self.kind == "int":
+                value = int(text)
+            elif self.kind == "float":
+                value = float(text)
+        except ValueError:
+            raise self._refuse(self.option, text) from None
+        return self.check(value, self.option)
+
+    def from_toml(self, value: object, spelled: str) -> object:
+        """Check one value of a TOML file, in which it is called `spelled`."""
+        if self.kind == "texts":
+            items = value if isinstance(value, list) else [value]
+            return tuple(self.check(item, spelled) for item in items)
+        if self.kind == "float" and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        return self.check(value, spelled)
+
+    def check(self, value: object, spelled: str) -> object:
+        """Return the value where its type and range are right; UsageError otherwise."""
+        types: dict[Kind, type] = {"flag": bool, "int": int, "float": float}
+        fits = type(value) is types.get(self.kind, str)
+        if fits and self.kind in ("int", "float"):
+            fits = value in self.bounds
+        elif fits and self.kind == "choice":
+            fits = value in self.choices
+        elif fits and self.kind in ("text", "texts"):
+            fits = value != ""
+        if not fits:
+            raise self._refuse(spelled, value)
+        return value
+
+    def _refuse(self, spelled: str, value: object) -> UsageError:
+        return UsageError(f"{spelled} must be {self.expected}: it is {value!r}")
