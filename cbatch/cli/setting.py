@@ -1,15 +1,14 @@
-"""One setting: its name, its type, its range, and the words that say so. Used by everything in `cli` that reads settings.
+"""One setting: its name, its type, its range, and the words that say so. Used by all of `cli` that reads any.
 
 The type and the choices come from the field of the configuration that the setting fills, so they are written once.
-A value passes `Setting.from_text` (command line) or `Setting.from_toml`, and both end in the same check. Leaves out what
-only the engine or the job can know: whether a value works with this model and this input.
+A value passes `Setting.from_text` (command line) or `Setting.from_toml`, and both end in the same check. Leaves out
+what only the engine or the job can know: whether a value works with this model and this input.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import MISSING, Field, dataclass, fields
-from functools import cache
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -34,9 +33,7 @@ class ConsoleConfig:
 Target = type[EngineConfig] | type[JobConfig] | type[SamplingParams] | type[ConsoleConfig]
 
 
-@cache
-def _hints(target: Any) -> dict[str, Any]:
-    return get_type_hints(target)
+_HINTS = {target: get_type_hints(target) for target in (EngineConfig, JobConfig, SamplingParams, ConsoleConfig)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,7 @@ class Setting:
     @property
     def annotation(self) -> Any:
         """The field's type without None."""
-        hint = _hints(self.target)[self.name]
+        hint = _HINTS[self.target][self.name]
         if get_origin(hint) is UnionType:
             hint = next(member for member in get_args(hint) if member is not type(None))
         return hint
