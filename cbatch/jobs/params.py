@@ -1,0 +1,202 @@
+"""Per-row sampling parameters: one table, and the rules that make nothing meant get ignored.
+
+`ParamReader` turns a row's columns into the parameters that were given, the row's over the command line's, each
+checked. Called by the feeder for every row, and once at the start for the command line. `resolve` adds the model's
+defaults.
+Leaves out what the engine does with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+from cbatch.config import SamplingParams
+from cbatch.errors import RowError, UsageError
+from cbatch.jobs.names import find_meant
+
+INT_MAX = 2**31 - 1
+SEED_MAX = 2**63 - 1
+EXACT_FLOAT_MAX = 2**53  # beyond it a float no longer says which whole number was meant
+MAX_TEMPERATURE = 100.0
+
+BAD_PARAMETER = "bad_parameter"
+UNKNOWN_PARAMETER = "unknown_parameter"
+UNSUPPORTED_PARAMETER = "unsupported_parameter"
+
+
+def parse_int(low: int, high: int, value: object) -> int:
+    """Take a whole number; 128.0 counts, since data frames write whole numbers so where another row has none."""
+    if isinstance(value, float) and value.is_integer() and abs(value) <= EXACT_FLOAT_MAX:
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError
+    if not low <= value <= high:
+        raise ValueError
+    return value
+
+
+def parse_float(accept: Callable[[float], bool], value: object) -> float:
+    """Take a finite number that `accept` holds for."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError
+    if abs(value) > EXACT_FLOAT_MAX or not math.isfinite(value) or not accept(float(value)):
+        raise ValueError
+    return float(value)
+
+
+def parse_bool(value: object) -> bool:
+    """Take true or false and nothing that merely looks like it."""
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def parse_stop(value: object) -> tuple[str, ...]:
+    """Take one string or a list of strings, none empty, all encodable."""
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list | tuple) or not all(isinstance(item, str) for item in strings):
+        raise TypeError
+    for item in strings:
+        if not item:
+            raise ValueError
+        item.encode()  # a lone surrogate is a ValueError, and could never match
+    return tuple(dict.fromkeys(strings))
+
+
+def parse_top_k(value: object) -> int:
+    """Take a whole number; -1, which other engines use for "all", is 0 here."""
+    return max(0, parse_int(-1, INT_MAX, value))
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter that works: its allowed values in words, and a parser that raises TypeError or ValueError."""
+
+    name: str
+    allowed: str
+    parse: Callable[[Any], object]
+
+
+PARAMS = (
+    Param("max_tokens", "a whole number of at least 1", partial(parse_int, 1, INT_MAX)),
+    Param(
+        "temperature",
+        f"a number from 0 (greedy) to {MAX_TEMPERATURE:g}",
+        partial(parse_float, lambda value: 0 <= value <= MAX_TEMPERATURE),
+    ),
+    Param("top_p", "a number above 0 and at most 1", partial(parse_float, lambda value: 0 < value <= 1)),
+    Param("top_k", "a whole number of at least 0 (0 keeps all)", parse_top_k),
+    Param("seed", "a whole number from 0 to 2^63 - 1", partial(parse_int, 0, SEED_MAX)),
+    Param("stop", "a string or a list of strings, none of them empty", parse_stop),
+    Param("ignore_eos", "true or false", parse_bool),
+)
+
+# Parameters that this version does not have, each with the values that change nothing and therefore pass.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "min_tokens": (0,),
+    "min_p": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "logit_bias": ({},),
+    "n": (1,),
+    "include_stop_str_in_output": (False,),
+    "stop_token_ids": ([],),
+    "logprobs": (False,),
+    "prompt_logprobs": (False,),
+    "json_schema": (),
+    "json_object": (False,),
+    "regex": (),
+    "choice": (),
+}
+
+
+class ParamReader:
+    """Reads the parameters of rows, under the command line's."""
+
+    def __init__(self, command_line: Mapping[str, object], *, row_params: bool = True) -> None:
+        """Check the command line's values. Raises UsageError."""
+        self._params = {param.name: param for param in PARAMS}
+        try:
+            self._defaults = self._parse(command_line.items())
+        except RowError as error:
+            raise UsageError(error.message) from None
+        self._row_params = row_params
+        names = [*self._params, *UNSUPPORTED]
+        self._meant = lru_cache(maxsize=4096)(partial(find_meant, names=tuple(names)))
+
+    def read(self, columns: Mapping[str, object]) -> dict[str, object]:
+        """Return the parameters given for a row, parsed, in the table's order. Raises RowError."""
+        if not self._row_params:
+            return self._defaults
+        own = self._parse((name, value) for name, value in columns.items() if self._is_param(name, value))
+        given = {**self._defaults, **own}
+        return {name: given[name] for name in self._params if name in given}
+
+    def _is_param(self, name: str, value: object) -> bool:
+        meant = self._meant(name) if value is not None else None
+        if meant is not None and meant != name:
+            raise RowError(
+                UNKNOWN_PARAMETER,
+                f"column '{name}' looks like the parameter {meant}: rename it, or pass --no-row-params to keep every "
+                "column as plain data",
+            )
+        return meant is not None
+
+    def _parse(self, items: Iterable[tuple[str, object]]) -> dict[str, object]:
+        given = {}
+        for name, value in items:
+            if value is None:
+                continue
+            if name in UNSUPPORTED:
+                _check_neutral(name, value)
+            else:
+                given[name] = parse_param(self._params[name], value)
+        return given
+
+
+def parse_param(param: Param, value: object) -> object:
+    """Return the value as the engine takes it. Raises RowError that names parameter, value and allowed range."""
+    try:
+        return param.parse(value)
+    except (TypeError, ValueError):
+        raise RowError(BAD_PARAMETER, f"{param.name} must be {param.allowed}: it is {_show(value)}") from None
+
+
+def _check_neutral(name: str, value: object) -> None:
+    if not any(type(value) is type(neutral) and value == neutral for neutral in UNSUPPORTED[name]):
+        raise RowError(
+            UNSUPPORTED_PARAMETER,
+            f"{name} is not supported by this version: leave it out, or pass --no-row-params if it is plain data",
+        )
+
+
+def _show(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def check_model_defaults(defaults: Mapping[str, object]) -> dict[str, object]:
+    """Parse the sampling defaults of a model's generation config. Raises UsageError."""
+    params = {param.name: param for param in PARAMS}
+    try:
+        return {
+            name: parse_param(params[name], value)
+            for name, value in defaults.items()
+            if name in params and value is not None
+        }
+    except RowError as error:
+        raise UsageError(
+            f"the model's generation config does not work: {error.message}",
+            hint="--generation-config none leaves it out",
+        ) from None
+
+
+def resolve(given: Mapping[str, object], defaults: Mapping[str, object], seed: int) -> SamplingParams:
+    """Put what was given over the model's defaults; `seed` is the row's where none was given."""
+    values: dict[str, Any] = {"seed": seed, **defaults, **given}
+    return SamplingParams(**values)

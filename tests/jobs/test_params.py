@@ -1,0 +1,248 @@
+"""Spec I3: which values a parameter takes, what overrides what, and that nothing meant is ignored."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from cbatch.config import SamplingParams
+from cbatch.errors import RowError, UsageError
+from cbatch.jobs.params import ParamReader, check_model_defaults, resolve
+
+INPUT_KEYS = ("prompt", "messages", "prompt_token_ids", "custom_id", "id", "chat_template_kwargs", "tools")
+
+
+def read(**columns: object) -> dict[str, object]:
+    return ParamReader({}).read(columns)
+
+
+def refused(column: str, value: object) -> RowError:
+    with pytest.raises(RowError) as caught:
+        read(**{column: value})
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "parsed"),
+    [
+        ("max_tokens", 1, 1),
+        ("max_tokens", 128.0, 128),
+        ("temperature", 0, 0.0),
+        ("temperature", 0.7, 0.7),
+        ("temperature", 2, 2.0),
+        ("top_p", 1, 1.0),
+        ("top_p", 1e-6, 1e-6),
+        ("top_k", 0, 0),
+        ("top_k", -1, 0),
+        ("seed", 0, 0),
+        ("seed", 2**63 - 1, 2**63 - 1),
+        ("stop", "\n", ("\n",)),
+        ("stop", ["b", "a", "b"], ("b", "a")),
+        ("stop", [], ()),
+        ("ignore_eos", True, True),
+    ],
+)
+def test_right_values_are_taken_as_they_are_meant(name: str, value: object, parsed: object) -> None:
+    given = read(**{name: value})
+    assert given == {name: parsed}
+    assert type(given[name]) is type(parsed)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -5),
+        ("max_tokens", True),
+        ("max_tokens", "5"),
+        ("max_tokens", 5.5),
+        ("max_tokens", math.nan),
+        ("max_tokens", 10**30),
+        ("max_tokens", [5]),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("temperature", "0.7"),
+        ("temperature", False),
+        ("temperature", 101),
+        ("temperature", 10**400),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_p", {}),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("seed", 2**63),
+        ("seed", -1),
+        ("seed", 1e17),
+        ("seed", "42"),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", ["a", 1]),
+        ("stop", 0),
+        ("stop", {"a": 1}),
+        ("stop", "\udc00"),
+        ("ignore_eos", 1),
+        ("ignore_eos", "true"),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_names_field_and_range(name: str, value: object) -> None:
+    error = refused(name, value)
+    assert error.code == "bad_parameter"
+    assert error.message.startswith(f"{name} must be ")
+    assert error.message.isascii()
+    assert "it is" in error.message
+    assert len(error.message) < 200
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "temperature", "stop", "n", "json_schema", "temprature"])
+def test_null_is_not_given(name: str) -> None:
+    assert read(**{name: None}) == {}
+
+
+@pytest.mark.parametrize(
+    ("column", "meant"),
+    [
+        ("temprature", "temperature"),
+        ("Temperature", "temperature"),
+        ("temperatur", "temperature"),
+        ("max_token", "max_tokens"),
+        ("max-tokens", "max_tokens"),
+        ("maxTokens", "max_tokens"),
+        ("max_toekns", "max_tokens"),
+        ("Max Tokens", "max_tokens"),
+        ("max_new_tokens", "max_tokens"),
+        ("max_completion_tokens", "max_tokens"),
+        ("topp", "top_p"),
+        ("top-k", "top_k"),
+        ("TopK", "top_k"),
+        ("Seed", "seed"),
+        ("STOP", "stop"),
+        ("stop_sequences", "stop"),
+        ("ignore-eos", "ignore_eos"),
+        ("ignore_oes", "ignore_eos"),
+        ("repitition_penalty", "repetition_penalty"),
+        ("frequency_penality", "frequency_penalty"),
+        ("stop_token_id", "stop_token_ids"),
+        ("guided_json", "json_schema"),
+    ],
+)
+def test_a_column_that_is_nearly_a_parameter_is_an_error(column: str, meant: str) -> None:
+    error = refused(column, 1)
+    assert error.code == "unknown_parameter"
+    assert f"'{column}'" in error.message
+    assert f" {meant}:" in error.message
+    assert "--no-row-params" in error.message
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        *(
+            "text",
+            "topic",
+            "top",
+            "top_1",
+            "tops",
+            "stops",
+            "step",
+            "shop",
+            "seeds",
+            "seen",
+            "speed",
+            "need",
+            "id",
+            "N",
+        ),
+        *(
+            "N",
+            "nn",
+            "m",
+            "no",
+            "choices",
+            "choose",
+            "voice",
+            "regexp",
+            "tokens",
+            "n_tokens",
+            "num_tokens",
+            "mean_tokens",
+        ),
+        *(
+            "in_tokens",
+            "template",
+            "temp",
+            "temporal",
+            "tempo",
+            "schema",
+            "json",
+            "object",
+            "label",
+            "category",
+            "bias",
+        ),
+        *("penalty", "probs", "eos", "max", "min", "map", "max_score", "min_score", "completion", "row", "error"),
+        *("prompt_tokens", "completion_tokens", "cached_tokens", "stop_reason", "finish_reason", "", "温度", "k", "p"),
+        *INPUT_KEYS,
+    ],
+)
+def test_ordinary_columns_pass(column: str) -> None:
+    assert read(**{column: "x"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 2),
+        ("n", True),
+        ("min_tokens", 5),
+        ("logprobs", 0),
+        ("logprobs", True),
+        ("json_schema", {}),
+        ("choice", []),
+    ],
+)
+def test_a_parameter_that_does_not_work_yet_is_refused_and_not_ignored(name: str, value: object) -> None:
+    error = refused(name, value)
+    assert error.code == "unsupported_parameter"
+    assert error.message.startswith(f"{name} is not supported")
+
+
+def test_values_that_change_nothing_pass() -> None:
+    assert read(n=1, presence_penalty=0.0, logprobs=False, logit_bias={}, repetition_penalty=1) == {}
+
+
+def test_the_row_overrides_the_command_line_which_overrides_the_model() -> None:
+    reader = ParamReader({"temperature": 0.5, "top_p": 0.9})
+    model = check_model_defaults({"temperature": 0.1, "top_p": 0.2, "top_k": 7, "bos_token_id": 3, "seed": None})
+    given = reader.read({"temperature": 1.0, "prompt": "x"})
+    assert resolve(given, model, seed=3) == SamplingParams(temperature=1.0, top_p=0.9, top_k=7, seed=3)
+    assert resolve(reader.read({"temperature": None}), {}, seed=0).temperature == 0.5
+
+
+def test_built_in_is_greedy_with_the_default_length() -> None:
+    assert resolve(read(), {}, seed=0) == SamplingParams(max_tokens=None, temperature=0.0)
+
+
+def test_a_given_seed_is_kept() -> None:
+    assert resolve(read(seed=42), {}, seed=3).seed == 42
+
+
+def test_without_row_params_every_column_is_plain_data() -> None:
+    reader = ParamReader({"max_tokens": 5}, row_params=False)
+    assert reader.read({"temperature": "hot", "temprature": 1, "n": 9, "max_tokens": "many"}) == {"max_tokens": 5}
+
+
+def test_a_wrong_value_on_the_command_line_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match=r"top_p must be a number above 0 and at most 1: it is 2"):
+        ParamReader({"top_p": 2})
+
+
+def test_a_model_default_that_cannot_work_names_the_way_out() -> None:
+    with pytest.raises(UsageError, match="--generation-config none"):
+        check_model_defaults({"temperature": -1.0})
+
+
+def test_parameters_come_in_one_order_whatever_the_columns_order() -> None:
+    assert list(read(stop="a", max_tokens=1)) == list(read(max_tokens=1, stop="a"))
