@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Literal
 
 from cbatch.config import SamplingParams
+from cbatch.engine.stopping import StopCondition
 from cbatch.errors import RowError
 
 FinishReason = Literal["stop", "length", "error"]
@@ -64,3 +65,45 @@ class RequestStatus(Enum):
     PREFILLING = "prefilling"  # tokens beyond the last sampled one still lack KV
     DECODING = "decoding"  # one token a step
     FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt on its way through the engine. Written by the scheduler, and its tables by the cache manager."""
+
+    prompt: Prompt
+    max_tokens: int
+    created_at: float  # monotonic seconds, like all times here
+    stopping: StopCondition
+    token_ids: list[int]  # prompt and generated
+    tables: list[list[int]]  # one block table per allocator
+    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, as far as needed
+    num_computed_tokens: int = 0  # tokens whose KV is in the cache
+    num_ever_computed: int = 0  # the most that it was, before a soft reset took it back
+    status: RequestStatus = RequestStatus.PENDING
+    scheduled_at: float | None = None
+    token_times: array[float] = field(default_factory=lambda: array("d"))
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+
+    @property
+    def request_id(self) -> int:
+        return self.prompt.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - len(self.prompt.token_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens

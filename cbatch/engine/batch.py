@@ -1,0 +1,105 @@
+"""Turns a step's plan, host lists of the scheduler, into the tensors that the model reads.
+
+Called by the model runner once a step. Sequences are laid end to end, those with a single token first, as the
+kernels want them; nothing is padded to a common length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from cbatch_kernels.metadata import PagedMetadata
+from torch import Tensor
+
+from cbatch.engine.cache.allocator import CacheAllocator
+from cbatch.engine.cache.pool import PADDING_READ_CHUNK
+from cbatch.engine.request import Request
+from cbatch.engine.sampling import SamplingBatch
+from cbatch.engine.scheduler import ScheduledRequest, StepPlan
+from cbatch.models.attention import AttentionInputs
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step on the device: T query tokens of S sequences, R of which sample."""
+
+    input_ids: Tensor  # int64 [1, T]
+    position_ids: Tensor  # int64 [1, T]
+    attention: list[AttentionInputs]  # one per attention type, as the allocators
+    logits_indices: Tensor  # int64 [R]: the query tokens whose logits are wanted, in `sampling`'s order
+    sampling: SamplingBatch
+    result_order: list[int]  # for each sampling request in plan order, its row among the R
+
+
+class BatchBuilder:
+    """Builds `StepInputs` for one model's attention types."""
+
+    def __init__(self, allocators: Sequence[CacheAllocator], device: torch.device) -> None:
+        self._allocators = allocators
+        self._device = device
+
+    def build(self, plan: StepPlan) -> StepInputs:
+        """Lay out a plan with at least one item."""
+        order = sorted(range(len(plan.items)), key=lambda i: plan.items[i].num_tokens > 1)
+        items = [plan.items[i] for i in order]
+        query_lens = np.array([item.num_tokens for item in items], dtype=np.int32)
+        starts = np.array([item.num_computed_before for item in items], dtype=np.int64)
+        last_tokens = np.cumsum(query_lens, dtype=np.int64) - 1
+        positions = _ragged_positions(starts, query_lens)
+        samples = np.array([item.samples for item in items])
+        rows = {i: row for row, i in enumerate(np.array(order)[samples].tolist())}
+        return StepInputs(
+            input_ids=self._to_device(np.concatenate([_step_tokens(item) for item in items]))[None],
+            position_ids=self._to_device(positions)[None],
+            attention=[self._attention(i, items, positions, query_lens) for i in range(len(self._allocators))],
+            logits_indices=self._to_device(last_tokens[samples]),
+            sampling=SamplingBatch.build([item.request for item in items if item.samples]),
+            result_order=[rows[i] for i, item in enumerate(plan.items) if item.samples],
+        )
+
+    def _attention(
+        self,
+        index: int,
+        items: list[ScheduledRequest],
+        positions: npt.NDArray[np.int64],
+        query_lens: npt.NDArray[np.int32],
+    ) -> AttentionInputs:
+        allocator = self._allocators[index]
+        windows = [
+            allocator.read_window(
+                item.request.tables[index], item.num_computed_before, item.num_computed_before + item.num_tokens
+            )
+            for item in items
+        ]
+        width = max(len(window.blocks) for window in windows)
+        tables = np.full((len(items), width), PADDING_READ_CHUNK, dtype=np.int32)
+        for row, window in enumerate(windows):
+            tables[row, : len(window.blocks)] = window.blocks
+        starts = np.array([window.start for window in windows], dtype=np.int64)
+        sequence = np.repeat(np.arange(len(items)), query_lens)
+        relative = positions - starts[sequence]
+        blocks = tables[sequence, relative // allocator.page_size].astype(np.int64)
+        context_lens = np.array([item.num_computed_before + item.num_tokens for item in items], dtype=np.int64) - starts
+        return AttentionInputs(
+            slot_mapping=self._to_device(blocks * allocator.page_size + relative % allocator.page_size),
+            metadata=PagedMetadata.build(query_lens, context_lens.astype(np.int32), self._to_device(tables)),
+        )
+
+    def _to_device(self, values: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(values).to(self._device, non_blocking=True)
+
+
+def _step_tokens(item: ScheduledRequest) -> npt.NDArray[np.int64]:
+    request: Request = item.request
+    start = item.num_computed_before
+    return np.array(request.token_ids[start : start + item.num_tokens], dtype=np.int64)
+
+
+def _ragged_positions(starts: npt.NDArray[np.int64], lens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Count up from every start for as many tokens as its length says, all in one array."""
+    offsets = np.cumsum(lens, dtype=np.int64) - lens
+    return np.arange(int(lens.sum()), dtype=np.int64) + np.repeat(starts - offsets, lens)

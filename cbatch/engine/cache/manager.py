@@ -1,0 +1,148 @@
+"""All of a request's cache at once: every allocator grows it or none does, and prefixes are shared where all can.
+
+The scheduler is the only caller. Tables and hashes live on the request; what is free lives in pool and allocators.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from enum import Enum
+
+from cbatch.engine.cache.allocator import CacheAllocator
+from cbatch.engine.cache.full import FullAttentionCacheAllocator
+from cbatch.engine.cache.pool import CachePool
+from cbatch.engine.cache.prefix import extend_block_hashes
+from cbatch.engine.request import Request
+from cbatch.units import ceil_div
+
+BlockCounts = list[int]  # one count per allocator
+
+
+class Admission(Enum):
+    JOINED = "joined"
+    NO_ROOM = "no room"
+    AWAITS_PREFIX = "awaits prefix"  # its next block is being computed by another request
+
+
+class CacheManager:
+    """Allocates, shares and frees the blocks of requests, over all attention types of a model."""
+
+    def __init__(self, pool: CachePool, allocators: list[CacheAllocator], *, allow_block_sharing: bool) -> None:
+        self.pool = pool
+        self.allocators = allocators
+        self._sharing: FullAttentionCacheAllocator | None = None
+        if allow_block_sharing and len(allocators) == 1 and isinstance(allocators[0], FullAttentionCacheAllocator):
+            self._sharing = allocators[0]
+        self._in_flight: dict[bytes, int] = {}  # hash of a block being computed → request that computes it
+        self.max_tokens_ever = _max_tokens_alone(pool, allocators)  # of the longest request that fits, alone
+
+    # Room
+
+    def num_missing_blocks(self, request: Request, num_tokens: int) -> BlockCounts:
+        """Count per allocator the blocks that `request` lacks to hold `num_tokens` tokens."""
+        return [a.num_missing_blocks(t, num_tokens) for a, t in zip(self.allocators, request.tables, strict=True)]
+
+    def has_room(self, counts: BlockCounts) -> bool:
+        """Tell whether all allocators together can hand out `counts` blocks."""
+        needed = sum(a.num_missing_chunks(n) for a, n in zip(self.allocators, counts, strict=True))
+        return needed <= self.pool.num_free
+
+    def num_pages_read(self, request: Request, num_tokens: int) -> int:
+        """Count the logical pages that a step reads which brings `request` to `num_tokens` tokens."""
+        return ceil_div(num_tokens, self.allocators[0].page_size)
+
+    # Life of a request's blocks
+
+    def admit(self, request: Request, reserved: BlockCounts) -> Admission:
+        """Let `request` join with the blocks of its longest cached prefix, if the rest of its tokens has room.
+
+        Sets `num_computed_tokens` to what was matched. `reserved` blocks are promised to others. Where the answer
+        is not JOINED nothing has been allocated.
+        """
+        matched: list[int] = []
+        if self._sharing is not None:
+            extend_block_hashes(request.block_hashes, request.token_ids, self._sharing.page_size)
+            # At least one token is computed, or there would be no logits to sample from.
+            matchable = request.block_hashes[: (len(request.token_ids) - 1) // self._sharing.page_size]
+            matched = self._sharing.index.match(matchable)
+            if len(matched) < len(matchable) and matchable[len(matched)] in self._in_flight:
+                return Admission.AWAITS_PREFIX
+        needed = [n + r for n, r in zip(self.num_missing_blocks(request, request.num_tokens), reserved, strict=True)]
+        if self._sharing is not None:
+            needed[0] += self._sharing.num_initialized_among(matched) - len(matched)
+        if not self.has_room(needed):
+            return Admission.NO_ROOM
+        if self._sharing is not None:
+            self._sharing.share(request.tables[0], matched)
+            request.num_computed_tokens = len(matched) * self._sharing.page_size
+            for digest in request.block_hashes[len(matched) :]:
+                self._in_flight.setdefault(digest, request.request_id)
+        return Admission.JOINED
+
+    def extend(self, request: Request, num_tokens: int) -> bool:
+        """Grow all tables of `request` in place to hold `num_tokens` tokens, or none of them."""
+        counts = self.num_missing_blocks(request, num_tokens)
+        if not any(counts):
+            return True
+        if not self.has_room(counts):
+            return False
+        for allocator, table in zip(self.allocators, request.tables, strict=True):
+            allocator.extend(table, num_tokens)
+        return True
+
+    def commit(self, request: Request, num_before: int) -> None:
+        """Make the blocks findable that the last step completed, which began at `num_before` computed tokens."""
+        if self._sharing is None:
+            return
+        page_size = self._sharing.page_size
+        first, stop = num_before // page_size, request.num_computed_tokens // page_size
+        if first == stop:
+            return
+        extend_block_hashes(request.block_hashes, request.token_ids, page_size)
+        for i in range(first, stop):
+            digest = request.block_hashes[i]
+            self._sharing.index.register(digest, request.tables[0][i])
+            if self._in_flight.get(digest) == request.request_id:
+                del self._in_flight[digest]
+
+    def release(self, request: Request, *, keep_content: bool = True) -> None:
+        """Take back all blocks of `request`; what it had completed stays findable unless the request failed."""
+        for digest in request.block_hashes if self._sharing is not None else ():
+            if self._in_flight.get(digest) == request.request_id:
+                del self._in_flight[digest]
+        for allocator, table in zip(self.allocators, request.tables, strict=True):
+            allocator.release(table, keep_content=keep_content)
+
+    # What a report shows
+
+    @property
+    def usage(self) -> float:
+        """Share of the cache that requests own, 0 to 1."""
+        return self._owned_pages() / (self.pool.num_usable * self.pool.pages_per_chunk)
+
+    def waste_fraction(self, active: Iterable[Request]) -> float | None:
+        """Share of the allocated slots that hold no token, shared blocks counted once; None while nothing is."""
+        allocated = sum(a.num_owned_blocks * a.page_size * len(a.layers) for a in self.allocators)
+        if allocated == 0:
+            return None
+        wasted = sum(
+            allocator.num_wasted_slots(table, request.num_computed_tokens) * len(allocator.layers)
+            for request in active
+            for allocator, table in zip(self.allocators, request.tables, strict=True)
+        )
+        return wasted / allocated
+
+    def _owned_pages(self) -> int:
+        return sum(a.num_owned_blocks * len(a.layers) for a in self.allocators)
+
+
+def _max_tokens_alone(pool: CachePool, allocators: Sequence[CacheAllocator]) -> int:
+    """Count the tokens that fit where a single request has the whole cache."""
+
+    def num_chunks(num_tokens: int) -> int:
+        blocks = (a.num_missing_blocks([], num_tokens) for a in allocators)
+        return sum(ceil_div(n, pool.pages_per_chunk // len(a.layers)) for a, n in zip(allocators, blocks, strict=True))
+
+    most = pool.num_usable * pool.pages_per_chunk * max(a.page_size for a in allocators)
+    return bisect_right(range(most + 1), pool.num_usable, key=num_chunks) - 1

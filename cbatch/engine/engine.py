@@ -1,0 +1,204 @@
+"""The engine: prompts in, results out. `steps` is the whole loop: schedule, run, update.
+
+`cbatch run` and the Python API use it alike. It knows nothing of files and rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from cbatch_kernels import dispatch
+
+from cbatch.config import DEFAULT_MAX_TOKENS, EngineConfig
+from cbatch.engine.cache.full import FullAttentionCacheAllocator
+from cbatch.engine.cache.manager import CacheManager
+from cbatch.engine.cache.pool import NUM_RESERVED_CHUNKS, CachePool
+from cbatch.engine.memory import free_memory
+from cbatch.engine.output import failed_output, finished_output
+from cbatch.engine.plan import EnginePlan, check_config, plan_engine
+from cbatch.engine.request import Prompt, Request, RequestOutput
+from cbatch.engine.runner import ModelRunner
+from cbatch.engine.scheduler import SCHEDULERS, FinishedRequest, StepLimits, StepPlan
+from cbatch.engine.stats import EngineStats
+from cbatch.engine.stopping import StopCondition, StopStrings
+from cbatch.errors import RowError
+from cbatch.models.inspect import inspect_model
+from cbatch.models.load import LoadedModel, load_model
+from cbatch.models.tokenizer import Tokenizer
+
+IDLE_SLEEP_S = 0.001  # between looks at a source of prompts that has nothing ready
+WAITING_WINDOW = 2  # requests kept waiting, in batches: enough for the scheduler to look ahead
+
+
+class Runner(Protocol):
+    """What computes a step; the engine's tests and simulations bring their own."""
+
+    def run(self, plan: StepPlan) -> list[int | RowError]:
+        """Return a token, or a failure, per request that samples, in plan order."""
+
+
+class Engine:
+    """Continuous batching over one loaded model."""
+
+    def __init__(
+        self, config: EngineConfig, plan: EnginePlan, loaded: LoadedModel, cache: CacheManager, runner: Runner
+    ) -> None:
+        self.config = config
+        self.plan = plan
+        self.tokenizer: Tokenizer = loaded.tokenizer
+        self.generation_defaults = loaded.generation_defaults
+        self.load_s = 0.0
+        self.stats = EngineStats()
+        self._eos_token_ids = loaded.eos_token_ids
+        self._cache = cache
+        self._runner = runner
+        limits = StepLimits(plan.max_batch_tokens, plan.max_requests_per_batch, max_pages_read=plan.num_blocks)
+        self._scheduler = SCHEDULERS[plan.scheduler_type](cache, limits)
+        self._window = WAITING_WINDOW * plan.max_requests_per_batch
+        self._began: float | None = None
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> Engine:
+        """Load the model and decide the plan. Raises UsageError, before any weights load where possible."""
+        began = time.perf_counter()
+        shape = inspect_model(config)
+        check_config(config, shape)
+        loaded = load_model(config, shape)
+        plan = plan_engine(config, loaded, free_memory(loaded.device), dispatch.describe_kernels(loaded.device))
+        pool = CachePool(plan.num_blocks + NUM_RESERVED_CHUNKS, pages_per_chunk=shape.num_layers)
+        allocator = FullAttentionCacheAllocator(pool, tuple(range(shape.num_layers)), plan.page_size)
+        cache = CacheManager(pool, [allocator], allow_block_sharing=plan.allow_block_sharing)
+        engine = cls(config, plan, loaded, cache, ModelRunner(loaded, pool, [allocator], plan.page_size))
+        engine.load_s = time.perf_counter() - began
+        return engine
+
+    def generate(self, prompts: Iterable[Prompt]) -> Iterator[RequestOutput]:
+        """Complete `prompts`, read lazily; results come in the order in which they finish."""
+        for outputs in self.steps(iter(prompts)):
+            yield from outputs
+
+    def steps(self, prompts: Iterator[Prompt | None]) -> Iterator[list[RequestOutput]]:
+        """Give one list of finished requests per step until `prompts` and the queue are empty.
+
+        Pulls from `prompts` only while few requests wait. None means that nothing is ready now: the engine goes on
+        with what it has, and looks again at the next step.
+        """
+        exhausted = False
+        while True:
+            outputs: list[RequestOutput] = []
+            while not exhausted and len(self._scheduler.waiting) < self._window:
+                prompt = next(prompts, _EXHAUSTED)
+                if prompt is None:
+                    break
+                if isinstance(prompt, _Exhausted):
+                    exhausted = True
+                elif (failed := self._submit(prompt)) is not None:
+                    outputs.append(failed)
+            if self._scheduler.has_work:
+                outputs.extend(self._step())
+            elif not exhausted:
+                time.sleep(IDLE_SLEEP_S)
+            if exhausted and not self._scheduler.has_work:
+                yield outputs
+                return
+            yield outputs
+
+    def drop_waiting(self) -> list[int]:
+        """Forget the requests that never ran, and return their ids."""
+        return [request.request_id for request in self._scheduler.drop_waiting()]
+
+    def _step(self) -> list[RequestOutput]:
+        began = time.perf_counter()
+        plan = self._scheduler.schedule(began)
+        scheduled = time.perf_counter()
+        sampled = self._runner.run(plan)
+        ran = time.perf_counter()
+        self._count_cache()
+        finished = self._scheduler.update(plan, sampled, ran)
+        ended = time.perf_counter()
+        self._count(plan, finished, len(sampled))
+        self._began = began if self._began is None else self._began
+        self.stats.generate_s = ended - self._began
+        self.stats.schedule_s += (scheduled - began) + (ended - ran)
+        return [finished_output(f, ended) for f in finished]
+
+    def _submit(self, prompt: Prompt) -> RequestOutput | None:
+        """Queue a prompt, or answer at once where it can never fit."""
+        try:
+            max_tokens = self._max_tokens(prompt)
+        except RowError as error:
+            return failed_output(prompt, error)
+        params = prompt.sampling
+        stopping = StopCondition(
+            eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
+            strings=StopStrings(params.stop, self.tokenizer.decode) if params.stop else None,
+        )
+        self._scheduler.add(
+            Request(
+                prompt=prompt,
+                max_tokens=max_tokens,
+                created_at=time.perf_counter(),
+                stopping=stopping,
+                token_ids=list(prompt.token_ids),
+                tables=[[] for _ in self._cache.allocators],
+            )
+        )
+        return None
+
+    def _max_tokens(self, prompt: Prompt) -> int:
+        """Decide how many tokens a prompt may get. Raises RowError where it, or what it asks for, can never fit."""
+        num_prompt, asked = len(prompt.token_ids), prompt.sampling.max_tokens
+        context = self.plan.max_model_len
+        if num_prompt >= context:
+            raise RowError(
+                "prompt_too_long",
+                f"the prompt has {num_prompt} tokens, and a context of {context} leaves no room for a completion; "
+                "see --on-overlong",
+            )
+        wanted = min(DEFAULT_MAX_TOKENS, context - num_prompt) if asked is None else asked
+        if num_prompt + wanted > context:
+            raise RowError(
+                "context_exceeded",
+                f"{num_prompt} prompt tokens and max_tokens {wanted} exceed the context of {context}; "
+                f"at most {context - num_prompt} are left",
+            )
+        # The last token is never read again, so its KV is never stored.
+        room = self._cache.max_tokens_ever + 1 - num_prompt
+        if wanted > room and (asked is not None or room < 1):
+            raise RowError(
+                "cache_exceeded",
+                f"{num_prompt} prompt tokens and max_tokens {wanted} can never fit in a KV cache of "
+                f"{self._cache.max_tokens_ever} tokens; raise num_blocks or lower max_tokens",
+            )
+        return min(wanted, room)
+
+    def _count(self, plan: StepPlan, finished: Sequence[FinishedRequest], num_sampled: int) -> None:
+        stats = self.stats
+        stats.steps += 1
+        stats.num_running = len(self._scheduler.active)
+        stats.num_waiting = len(self._scheduler.waiting)
+        stats.soft_resets += plan.num_soft_resets
+        stats.preemptions += plan.num_soft_resets
+        stats.output_tokens += num_sampled
+        stats.cache_usage = self._cache.usage
+        for request in (f.request for f in finished):
+            stats.prompt_tokens += request.num_prompt_tokens
+            stats.cached_tokens += request.cached_tokens
+            stats.computed_tokens += request.computed_tokens
+            stats.recomputed_tokens += request.recomputed_tokens
+
+    def _count_cache(self) -> None:
+        """Look at the cache while the step's blocks are all in use."""
+        waste = self._cache.waste_fraction(self._scheduler.active)
+        if waste is not None:
+            self.stats.waste_sum += waste
+            self.stats.waste_steps += 1
+
+
+class _Exhausted:
+    """Marks the end of the prompts, where None already means something else."""
+
+
+_EXHAUSTED = _Exhausted()

@@ -1,0 +1,78 @@
+"""Runs the model over one step's batch: owns the page tensors, calls the forward pass, samples.
+
+The engine calls `run` once a step. Leaves out what the tokens mean for the requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cbatch.engine.batch import BatchBuilder, StepInputs
+from cbatch.engine.cache.allocator import CacheAllocator
+from cbatch.engine.cache.pool import CachePool
+from cbatch.engine.sampling import sample
+from cbatch.engine.scheduler import StepPlan
+from cbatch.errors import RowError
+from cbatch.models.attention import PagedStep
+from cbatch.models.load import LoadedModel
+
+
+class ModelRunner:
+    """A loaded model with the cache memory that it reads and writes."""
+
+    def __init__(
+        self, loaded: LoadedModel, pool: CachePool, allocators: Sequence[CacheAllocator], page_size: int
+    ) -> None:
+        shape = loaded.shape
+        pages = (pool.pages_per_chunk * pool.num_chunks, shape.num_kv_heads, page_size, shape.head_dim)
+        # Not zeroed: memory that no token was written to is never read into a result, and so never paid for.
+        self.key_pages = torch.empty(pages, dtype=loaded.dtype, device=loaded.device)
+        self.value_pages = torch.empty_like(self.key_pages)
+        self._model = loaded.model
+        self._layer_types = shape.layer_types
+        self._builder = BatchBuilder(allocators, loaded.device)
+        lanes = {layer: lane for allocator in allocators for lane, layer in enumerate(allocator.layers)}
+        offsets = [lanes[layer] * pool.num_chunks for layer in range(shape.num_layers)]
+        self._layer_keys = [self.key_pages[offset:] for offset in offsets]
+        self._layer_values = [self.value_pages[offset:] for offset in offsets]
+        self._types = [shape.layer_types[allocator.layers[0]] for allocator in allocators]
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> list[int | RowError]:
+        """Compute a step; return a token, or a failure, per request that samples, in plan order."""
+        inputs = self._builder.build(plan)
+        logits = self._forward(inputs)
+        if not len(inputs.result_order):
+            return []
+        tokens = sample(logits, inputs.sampling).tolist()
+        finite = torch.isfinite(logits.amax(dim=-1)).tolist()
+        return [tokens[row] if finite[row] else _not_finite(logits.dtype) for row in inputs.result_order]
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        """Return the logits [R, vocab] of the tokens that sample, and write the step's KV in place."""
+        paged = PagedStep(
+            key_pages=self._layer_keys,
+            value_pages=self._layer_values,
+            layer_types=self._layer_types,
+            inputs=dict(zip(self._types, inputs.attention, strict=True)),
+        )
+        # Where nothing samples one row is computed all the same: an empty index means "all" to no model, but costs
+        # less to avoid than to prove.
+        wanted = inputs.logits_indices if len(inputs.result_order) else inputs.logits_indices.new_zeros(1)
+        output = self._model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            use_cache=False,
+            logits_to_keep=wanted,
+            paged=paged,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+def _not_finite(dtype: torch.dtype) -> RowError:
+    name = str(dtype).removeprefix("torch.")
+    return RowError("non_finite_logits", f"the model's logits are not finite in {name}; try --dtype float32")

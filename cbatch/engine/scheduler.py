@@ -1,0 +1,240 @@
+"""Decides at every step which requests compute how many tokens, and what the sampled tokens mean for them.
+
+The engine calls `add`, and once per step `schedule` and `update`. The scheduler alone writes requests. A step touches
+the requests of its batch and a bounded number of waiting ones, however many wait.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cbatch.engine.cache.manager import Admission, CacheManager
+from cbatch.engine.request import Request, RequestStatus
+from cbatch.engine.stopping import Stop
+from cbatch.errors import RowError
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What one forward pass may hold."""
+
+    max_batch_tokens: int  # query tokens
+    max_requests_per_batch: int
+    max_pages_read: int  # logical KV pages over all requests
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """A request's share of a step: its next `num_tokens` uncomputed tokens."""
+
+    request: Request
+    num_tokens: int
+    num_computed_before: int
+
+    @property
+    def samples(self) -> bool:
+        """Tell whether the step computes the request's last token, whose logits give the next one."""
+        return self.num_computed_before + self.num_tokens == self.request.num_tokens
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One forward pass: written by `schedule`, read by the batch builder and by `update`."""
+
+    items: list[ScheduledRequest] = field(default_factory=list)
+    num_tokens: int = 0
+    num_pages_read: int = 0
+    num_soft_resets: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """A request that left in `update`, and why."""
+
+    request: Request
+    outcome: Stop | RowError
+
+
+class Scheduler(ABC):
+    """The mechanism that all policies share; a policy orders the candidates of a step."""
+
+    def __init__(self, cache: CacheManager, limits: StepLimits) -> None:
+        self.cache = cache
+        self.limits = limits
+        self.waiting: deque[Request] = deque()
+        self.active: list[Request] = []  # in the order in which they were admitted
+
+    @abstractmethod
+    def order_active(self) -> Iterable[Request]:
+        """Give the active requests in the order in which they get the step's budget."""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.active)
+
+    def add(self, request: Request) -> None:
+        """Queue a request that the cache can hold."""
+        self.waiting.append(request)
+
+    def drop_waiting(self) -> list[Request]:
+        """Forget and return the requests that were never scheduled."""
+        dropped = [r for r in self.waiting if r.scheduled_at is None]
+        self.waiting = deque(r for r in self.waiting if r.scheduled_at is not None)
+        return dropped
+
+    def schedule(self, now: float) -> StepPlan:
+        """Choose the next step; `now` in monotonic seconds. Empty only if there is no work."""
+        plan = StepPlan()
+        starved = self._schedule_active(plan)
+        # What starves needs the blocks more than what waits.
+        if not starved:
+            self._admit_waiting(plan, now)
+        while not plan.items and self.active:
+            self._soft_reset_newest(plan)
+            self._schedule_active(plan)
+        return plan
+
+    def update(self, plan: StepPlan, sampled: Sequence[int | RowError], now: float) -> list[FinishedRequest]:
+        """Book the step's results; `sampled` holds one token or failure per request that samples, in plan order."""
+        finished: list[FinishedRequest] = []
+        results = iter(sampled)
+        for item in plan.items:
+            request = item.request
+            samples = item.samples
+            self._book_computed(item)
+            if not samples:
+                request.status = RequestStatus.PREFILLING
+                continue
+            result = next(results)
+            outcome = result if isinstance(result, RowError) else self._append_token(request, result, now)
+            if outcome is None:
+                request.status = RequestStatus.DECODING
+            else:
+                self.cache.release(request, keep_content=not isinstance(outcome, RowError))
+                request.status = RequestStatus.FINISHED
+                finished.append(FinishedRequest(request, outcome))
+        if finished:
+            self.active = [r for r in self.active if r.status is not RequestStatus.FINISHED]
+        return finished
+
+    # Scheduling
+
+    def _schedule_active(self, plan: StepPlan) -> list[Request]:
+        """Give active requests their tokens; return those that found no block."""
+        starved: list[Request] = []
+        for request in self.order_active():
+            num_tokens = self._num_tokens_within_limits(request, plan)
+            if num_tokens == 0:
+                continue
+            if self.cache.extend(request, request.num_computed_tokens + num_tokens):
+                self._put(plan, request, num_tokens)
+            else:
+                starved.append(request)
+        return starved
+
+    def _admit_waiting(self, plan: StepPlan, now: float) -> None:
+        """Let waiting requests join in order, past those whose prefix another one is computing right now."""
+        reserved = self._blocks_promised()
+        deferred: list[Request] = []
+        while self.waiting and self._has_budget(plan) and len(deferred) < self.limits.max_requests_per_batch:
+            if len(self.active) >= self.limits.max_requests_per_batch:
+                break
+            request = self.waiting[0]
+            admission = self.cache.admit(request, reserved)
+            if admission is Admission.NO_ROOM:
+                break
+            self.waiting.popleft()
+            if admission is Admission.AWAITS_PREFIX:
+                deferred.append(request)
+                continue
+            self._book_admitted(request, now)
+            num_tokens = self._num_tokens_within_limits(request, plan)
+            if num_tokens > 0:
+                extended = self.cache.extend(request, request.num_computed_tokens + num_tokens)
+                assert extended, "admitted without room"
+                self._put(plan, request, num_tokens)
+            missing = self.cache.num_missing_blocks(request, request.num_tokens)
+            reserved = [r + m for r, m in zip(reserved, missing, strict=True)]
+        self.waiting.extendleft(reversed(deferred))
+
+    def _blocks_promised(self) -> list[int]:
+        """Count per allocator the blocks that active requests still need for the tokens that they have."""
+        promised = [0] * len(self.cache.allocators)
+        for request in self.active:
+            for i, count in enumerate(self.cache.num_missing_blocks(request, request.num_tokens)):
+                promised[i] += count
+        return promised
+
+    def _has_budget(self, plan: StepPlan) -> bool:
+        return (
+            plan.num_tokens < self.limits.max_batch_tokens
+            and len(plan.items) < self.limits.max_requests_per_batch
+            and plan.num_pages_read < self.limits.max_pages_read
+        )
+
+    def _num_tokens_within_limits(self, request: Request, plan: StepPlan) -> int:
+        """Count the tokens of `request` that the step can still take: all, a chunk, or none."""
+        if not self._has_budget(plan):
+            return 0
+        num_tokens = min(request.num_uncomputed, self.limits.max_batch_tokens - plan.num_tokens)
+        pages = self.cache.num_pages_read(request, request.num_computed_tokens + num_tokens)
+        return num_tokens if plan.num_pages_read + pages <= self.limits.max_pages_read else 0
+
+    def _put(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
+        plan.items.append(ScheduledRequest(request, num_tokens, request.num_computed_tokens))
+        plan.num_tokens += num_tokens
+        plan.num_pages_read += self.cache.num_pages_read(request, request.num_computed_tokens + num_tokens)
+
+    def _soft_reset_newest(self, plan: StepPlan) -> None:
+        """Send the newest active request back to the queue; its tokens stay, its blocks go."""
+        request = self.active.pop()
+        assert self.active, "the last active request cannot starve: the cache holds it alone"
+        self.cache.release(request)
+        request.num_computed_tokens = 0
+        request.preemptions += 1
+        request.status = RequestStatus.PENDING
+        self.waiting.appendleft(request)
+        plan.num_soft_resets += 1
+
+    # Booking
+
+    def _book_admitted(self, request: Request, now: float) -> None:
+        self.active.append(request)
+        request.status = RequestStatus.PREFILLING
+        if request.scheduled_at is None:
+            request.scheduled_at = now
+            request.cached_tokens = request.num_computed_tokens
+            request.num_ever_computed = request.num_computed_tokens
+
+    def _book_computed(self, item: ScheduledRequest) -> None:
+        request = item.request
+        request.num_computed_tokens = item.num_computed_before + item.num_tokens
+        new = max(0, request.num_computed_tokens - max(request.num_ever_computed, item.num_computed_before))
+        request.computed_tokens += new
+        request.recomputed_tokens += item.num_tokens - new
+        request.num_ever_computed = max(request.num_ever_computed, request.num_computed_tokens)
+        self.cache.commit(request, item.num_computed_before)
+
+    def _append_token(self, request: Request, token_id: int, now: float) -> Stop | None:
+        request.token_ids.append(token_id)
+        request.token_times.append(now)
+        return request.stopping.check(token_id, request.num_generated, request.max_tokens)
+
+
+class FifoScheduler(Scheduler):
+    """Active decodes, then active prefills, then waiting requests in arrival order."""
+
+    def order_active(self) -> Iterable[Request]:
+        prefills: list[Request] = []
+        for request in self.active:
+            if request.num_uncomputed == 1:
+                yield request
+            else:
+                prefills.append(request)
+        yield from prefills
+
+
+SCHEDULERS: dict[str, type[Scheduler]] = {"fifo": FifoScheduler}
