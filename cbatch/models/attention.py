@@ -1,0 +1,86 @@
+"""The attention function that the engine registers with transformers, and what it is told each step.
+
+Every attention layer of a model calls `paged_attention_forward`; the engine passes one `PagedStep` as the keyword
+`paged` to the model's forward, and transformers hands it on. Nothing is global, nothing is set on modules. No mask
+function is registered beside it, which is how transformers is told to build no mask. Leaves out who owns the pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cbatch_kernels import dispatch
+from cbatch_kernels.metadata import PagedMetadata
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from cbatch.errors import UnsupportedModelError
+
+ATTENTION_NAME = "cbatch"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """One step's batch as the layers of one attention type see it."""
+
+    slot_mapping: Tensor  # int64 [T]: where the step's tokens are written, page * page_size + offset
+    metadata: PagedMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """What the attention layers need to know of one step; the sequences are indexed by layer."""
+
+    key_pages: Sequence[Tensor]  # [num_pages, kv_heads, page_size, head_dim], written in place
+    value_pages: Sequence[Tensor]  # as key_pages
+    layer_types: Sequence[str]  # as ModelShape.layer_types: the keys of `inputs`
+    inputs: Mapping[str, AttentionInputs]
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="cbatch"` known to transformers; any number of times."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, paged_attention_forward)
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    paged: PagedStep,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Write a step's keys and values to the layer's pages and attend over them.
+
+    query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim] → [1, T, heads, head_dim].
+    Raises UnsupportedModelError where the model brings a mask of its own.
+    """
+    if attention_mask is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} builds its own attention mask, which paged attention cannot honour",
+            hint="this architecture is not supported",
+        )
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    assert query.shape[0] == 1
+    inputs = paged.inputs[paged.layer_types[layer]]
+    key_pages, value_pages = paged.key_pages[layer], paged.value_pages[layer]
+    dispatch.cache_write(key[0].transpose(0, 1), value[0].transpose(0, 1), key_pages, value_pages, inputs.slot_mapping)
+    attended = dispatch.paged_attention(
+        query[0].transpose(0, 1),
+        key_pages,
+        value_pages,
+        inputs.metadata,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return attended[None], None

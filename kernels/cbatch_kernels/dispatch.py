@@ -1,0 +1,47 @@
+"""Which implementation of an op runs: the only place that looks at the device.
+
+Called by cbatch/models; today every device gets the plain PyTorch references.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cbatch_kernels.cache_write import cache_write_ref
+from cbatch_kernels.metadata import PagedMetadata
+from cbatch_kernels.paged_attention import paged_attention_ref
+
+
+def describe_kernels(device: torch.device) -> str:
+    """Name what runs on a device, for the settings that a run reports."""
+    return f"PyTorch reference (no compiled kernels for {device.type})"
+
+
+def paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    metadata: PagedMetadata,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend a ragged batch over its pages; as `paged_attention_ref`."""
+    return paged_attention_ref(
+        query,
+        key_pages,
+        value_pages,
+        metadata,
+        scaling=scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+
+
+def cache_write(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slot_mapping: Tensor) -> None:
+    """Write new keys and values to their slots, in place; as `cache_write_ref`."""
+    cache_write_ref(key, value, key_pages, value_pages, slot_mapping)
