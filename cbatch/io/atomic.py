@@ -1,0 +1,102 @@
+"""A file that appears complete or not at all. Called by the sinks and by whoever writes beside the output.
+
+Written under a temporary name in the target's own directory (a rename cannot cross file systems), then renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from cbatch.errors import OutputError, UsageError
+
+
+class AtomicFile:
+    """A temporary file beside `path`, moved there by `commit()`; leaving the `with` block without it removes the file.
+
+    A symlink is followed, so that the file it names is replaced. The temporary name is fixed: what a killed run left
+    is overwritten by the next (whoever may run twice at once holds a lock). Raises OutputError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._target = Path(os.path.realpath(path))
+        self.temporary = self._target.with_name(f".{self._target.name}.partial")
+        with writing(path):
+            self.file: BinaryIO = self.temporary.open("wb")
+
+    def commit(self) -> None:
+        """Make the content durable and move it to its final place."""
+        with writing(self.path):
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            self._keep_mode()
+            self.file.close()
+            self.temporary.replace(self._target)
+            fsync_directory(self._target.parent)
+
+    def abort(self) -> None:
+        """Remove the temporary file; does nothing after `commit()`."""
+        with contextlib.suppress(OSError):  # a full disk fails again on the flush that closing does
+            self.file.close()
+        with contextlib.suppress(OSError):
+            self.temporary.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.abort()
+
+    def _keep_mode(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.fchmod(self.file.fileno(), stat.S_IMODE(self._target.stat().st_mode))
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError while `path` is written into OutputError."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make a rename or a new file in `directory` durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_writable(path: Path) -> None:
+    """Write, sync and remove a trial file beside `path`. Raises UsageError and OutputError, before anything costly."""
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise UsageError(f"the output {path} is a directory", hint=f"name a file in it: -o {path}/out.jsonl")
+    if target.exists() and not target.is_file():
+        raise UsageError(f"the output {path} is not a regular file", hint="name a file that can be replaced")
+    if not target.parent.is_dir():
+        raise UsageError(f"the output's directory {target.parent} does not exist", hint=f"mkdir -p {target.parent}")
+    trial = target.with_name(f".{target.name}.trial-{os.getpid()}")
+    try:
+        with writing(path):
+            try:
+                with trial.open("wb") as file:
+                    file.write(b"trial")
+                    file.flush()
+                    os.fsync(file.fileno())
+            finally:
+                trial.unlink(missing_ok=True)
+    except OutputError as error:
+        if isinstance(error.__cause__, PermissionError):
+            raise UsageError(error.message, hint=f"the directory {target.parent} must be writable") from error
+        raise

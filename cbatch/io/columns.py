@@ -1,0 +1,81 @@
+"""The output's own columns, declared once: the sinks' schema, the docs and the records of a job all come from here.
+
+Called by jobs for names and merging. Types are spelled, not built, so that pyarrow is imported only where a schema is
+needed (`cbatch.io.schema`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+PREFIX = "cbatch_"  # put before a column of ours where the input has one of that name
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of ours: its name, its Arrow type as spelled in `cbatch.io.schema`, and what it holds."""
+
+    name: str
+    type: str
+    description: str
+
+
+RESULT_COLUMNS = (
+    Column("row", "int64", "input row, counted from 0 over the whole input"),
+    Column("completion", "string", "generated text; null where the row failed"),
+    Column("completions", "list<string>", "all samples where n > 1, else null"),
+    Column("finish_reason", "string", "stop, length or error"),
+    Column(
+        "stop_reason",
+        "string",
+        "the stop string or the stop token that ended it, null for EOS and length; "
+        "a token is a number in JSONL and its decimal digits in Parquet",
+    ),
+    Column("error", "struct<code: string, message: string>", "why the row failed; null where it did not"),
+    Column("prompt_tokens", "int64", "tokens of the prompt"),
+    Column("cached_tokens", "int64", "prompt tokens reused from the cache, not computed"),
+    Column("recomputed_tokens", "int64", "tokens computed again after a soft reset"),
+    Column("completion_tokens", "int64", "generated tokens, an ending EOS or stop token included"),
+    Column("completion_token_ids", "list<int64>", "generated token ids; only with --return-token-ids"),
+    Column("scheduled_at", "timestamp[us, UTC]", "when the request was first scheduled (UTC)"),
+    Column("queue_s", "double", "seconds, handed to the engine → first scheduled"),
+    Column("prefill_s", "double", "seconds, first scheduled → first token"),
+    Column("ttft_s", "double", "seconds to the first token: queue_s + prefill_s"),
+    Column("itl_mean_s", "double", "mean seconds between tokens; null with fewer than two"),
+    Column("itl_p99_s", "double", "99th percentile of the seconds between tokens"),
+    Column("e2e_s", "double", "seconds, handed to the engine → finished"),
+    Column("preemptions", "int64", "times the request was moved out or reset"),
+    Column("attempt", "int64", "how often the row was run, from 1"),
+)
+
+OPTIONAL_COLUMNS = frozenset({"completion_token_ids"})
+
+
+def result_columns(*, token_ids: bool) -> tuple[Column, ...]:
+    """Return our columns of one job, in the order of the output."""
+    return tuple(column for column in RESULT_COLUMNS if token_ids or column.name not in OPTIONAL_COLUMNS)
+
+
+def output_names(input_names: Iterable[str], *, token_ids: bool) -> dict[str, str]:
+    """Map each column of ours to its name in the output; the renamed ones are those where key and value differ.
+
+    An input column keeps its name and ours gets `cbatch_` before it, as often as it takes to be free, so that
+    a job's output can be the next job's input.
+    """
+    taken = set(input_names)
+    names = {}
+    for column in result_columns(token_ids=token_ids):
+        name = column.name
+        while name in taken:
+            name = PREFIX + name
+        taken.add(name)
+        names[column.name] = name
+    return names
+
+
+def merge_record(columns: dict[str, Any], result: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Build a row's output record: the input's columns in their order, then every column of ours, null where unset."""
+    assert result.keys() <= names.keys(), f"undeclared result columns {sorted(result.keys() - names.keys())}"
+    return columns | {name: result.get(ours) for ours, name in names.items()}

@@ -1,0 +1,70 @@
+"""The output of a job: records in their JSON form to a file that appears complete or not at all. Called by jobs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from cbatch.errors import UsageError
+from cbatch.io.atomic import AtomicFile, check_writable, writing
+from cbatch.io.jsonform import dump_line
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class Sink(ABC):
+    """Takes records in output order; nothing is at the final path before `commit()`. Methods raise OutputError."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = AtomicFile(path)
+
+    @abstractmethod
+    def write(self, record: dict[str, Any]) -> None:
+        """Add one record in its JSON form."""
+
+    def commit(self) -> None:
+        """Make the file durable and let it appear under its name."""
+        self._file.commit()
+
+    def abort(self) -> None:
+        """Remove what was written; does nothing after `commit()`."""
+        self._file.abort()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.abort()
+
+
+class JsonlSink(Sink):
+    """JSON lines: one record a line, keys in the record's order."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        with writing(self._file.path):
+            self._file.file.write(dump_line(record))
+
+
+def check_output(path: str) -> None:
+    """Check at start-up that `open_sink(path)` will be able to write. Raises UsageError or OutputError."""
+    _suffix(path)
+    check_writable(Path(path))
+
+
+def open_sink(path: str, schema: pa.Schema | None = None) -> Sink:
+    """Open the output by its suffix: .jsonl or .parquet; the latter needs the `schema` of the records.
+
+    Raises UsageError for another suffix, OutputError where the file cannot be written.
+    """
+    _suffix(path)
+    return JsonlSink(Path(path))
+
+
+def _suffix(path: str) -> str:
+    suffix = Path(path).suffix.lower()
+    if suffix not in (".jsonl",):
+        raise UsageError(f"cannot tell the format of the output {path}", hint="end it in .jsonl or .parquet")
+    return suffix
