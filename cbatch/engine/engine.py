@@ -65,14 +65,20 @@ class Engine:
         began = time.perf_counter()
         shape = inspect_model(config)
         check_config(config, shape)
-        loaded = load_model(config, shape)
+        engine = cls.over(load_model(config, shape), config)
+        engine.load_s = time.perf_counter() - began
+        return engine
+
+    @classmethod
+    def over(cls, loaded: LoadedModel, config: EngineConfig) -> Engine:
+        """Build an engine around a model that is in memory already."""
+        shape = loaded.shape
+        check_config(config, shape)
         plan = plan_engine(config, loaded, free_memory(loaded.device), dispatch.describe_kernels(loaded.device))
         pool = CachePool(plan.num_blocks + NUM_RESERVED_CHUNKS, pages_per_chunk=shape.num_layers)
         allocator = FullAttentionCacheAllocator(pool, tuple(range(shape.num_layers)), plan.page_size)
         cache = CacheManager(pool, [allocator], allow_block_sharing=plan.allow_block_sharing)
-        engine = cls(config, plan, loaded, cache, ModelRunner(loaded, pool, [allocator], plan.page_size))
-        engine.load_s = time.perf_counter() - began
-        return engine
+        return cls(config, plan, loaded, cache, ModelRunner(loaded, pool, [allocator], plan.page_size))
 
     def generate(self, prompts: Iterable[Prompt]) -> Iterator[RequestOutput]:
         """Complete `prompts`, read lazily; results come in the order in which they finish."""

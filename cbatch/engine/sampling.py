@@ -66,29 +66,31 @@ def _sample_rows(logits: Tensor, batch: SamplingBatch, rows: npt.NDArray[np.int6
     """Draw from the truncated distributions of `rows`: logits float32 [n, vocab] → int64 [n]."""
     device, vocab = logits.device, logits.shape[-1]
     logits = logits / torch.from_numpy(batch.temperature[rows]).to(device)[:, None]
+    probs = torch.softmax(logits.double(), dim=-1)
     top_k = np.where(batch.top_k[rows] > 0, np.minimum(batch.top_k[rows], vocab), vocab)
-    top_p = batch.top_p[rows]
-    uniform = torch.from_numpy(batch.uniform[rows]).to(device)[:, None]
-    if (top_k == vocab).all() and (top_p == 1).all():
-        return _invert(torch.softmax(logits.double(), dim=-1), uniform)
-    # The best max(top_k) tokens are all that any of the rows may choose from.
-    best, token_ids = logits.topk(int(top_k.max()), dim=-1)
-    probs = torch.softmax(logits.double(), dim=-1).gather(-1, token_ids)
-    ranks = torch.arange(best.shape[-1], device=device)
-    kept = ranks < torch.from_numpy(top_k).to(device)[:, None]
-    probs = probs.masked_fill(~kept, 0.0)
-    probs = probs / probs.sum(dim=-1, keepdim=True)
-    before = probs.cumsum(dim=-1) - probs
-    # A token stays while what ranks above it has not reached top_p; the best one always stays.
-    limit = torch.from_numpy(top_p.astype(np.float64)).to(device)[:, None]
-    probs = probs.masked_fill((before >= limit) & (ranks > 0), 0.0)
-    return token_ids.gather(-1, _invert(probs, uniform)[:, None])[:, 0]
-
-
-def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Find where the cumulative sum of `probs` [n, m], not necessarily normalised, passes `uniform` [n, 1]."""
+    truncated = np.flatnonzero((top_k < vocab) | (batch.top_p[rows] < 1))
+    if len(truncated):
+        index = torch.from_numpy(truncated).to(device)
+        least = _least_kept(probs[index], top_k[truncated], batch.top_p[rows][truncated])
+        # By value, in the vocabulary's order: how equals are sorted, and for how many rows, does not enter.
+        probs[index] = probs[index].masked_fill(probs[index] < least, 0.0)
     cumulative = probs.cumsum(dim=-1)
-    # From the right: a token of probability 0 is never chosen.
-    chosen = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)[:, 0]
-    last = (probs > 0).int().cumsum(dim=-1).argmax(dim=-1)
+    target = torch.from_numpy(batch.uniform[rows]).to(device)[:, None] * cumulative[:, -1:]
+    # From the right, so that a token of probability 0 is never chosen.
+    chosen = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    last = vocab - 1 - (probs > 0).int().flip(-1).argmax(dim=-1)
     return torch.minimum(chosen, last)
+
+
+def _least_kept(probs: Tensor, top_k: npt.NDArray[np.int64], top_p: npt.NDArray[np.float32]) -> Tensor:
+    """Find per row of `probs` [n, vocab] the smallest probability that top-k, then top-p of the rest, keep: [n, 1]."""
+    best = probs.topk(int(top_k.max()), dim=-1).values
+    ranks = torch.arange(best.shape[-1], device=probs.device)
+    kept = ranks < torch.from_numpy(top_k).to(probs.device)[:, None]
+    share = best.masked_fill(~kept, 0.0)
+    share = share / share.sum(dim=-1, keepdim=True)
+    before = share.cumsum(dim=-1) - share
+    # A token stays while those above it have not reached top_p; the best one always does.
+    limit = torch.from_numpy(top_p.astype(np.float64)).to(probs.device)[:, None]
+    kept &= (before < limit) | (ranks == 0)
+    return best.gather(-1, kept.sum(dim=-1, keepdim=True) - 1)
