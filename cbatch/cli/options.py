@@ -5,10 +5,9 @@ Used by `app` (the command's signature), `config_file` and the docs' generator. 
 
 from __future__ import annotations
 
-import math
-
-from cbatch.cli.setting import SEED_MAX, Bounds, ConsoleConfig, Setting
+from cbatch.cli.setting import Bounds, ConsoleConfig, Setting
 from cbatch.config import EngineConfig, JobConfig, SamplingParams
+from cbatch.jobs.params import SEED_MAX
 
 MODEL = "Model"
 ENGINE = "Engine"
@@ -139,7 +138,6 @@ SAMPLING_SETTINGS = (
         panel=SAMPLING,
         help="Randomness; 0 takes the likeliest token every time.",
         default="the model's, else 0",
-        bounds=Bounds(0, math.inf),
         metavar="NUMBER",
     ),
     Setting(
@@ -148,7 +146,6 @@ SAMPLING_SETTINGS = (
         panel=SAMPLING,
         help="Sample from the likeliest tokens that together have this probability.",
         default="the model's, else 1",
-        bounds=SHARE,
         metavar="FRACTION",
     ),
     Setting(
@@ -157,7 +154,6 @@ SAMPLING_SETTINGS = (
         panel=SAMPLING,
         help="Sample from this many of the likeliest tokens; 0 takes all.",
         default="the model's, else 0",
-        bounds=Bounds(0),
         metavar="N",
     ),
     Setting(

@@ -57,10 +57,8 @@ def _command_line(given: dict[str, Any]) -> dict[str, Any]:
         if setting.name in values:
             other = "--" + word.replace("_", "-")
             raise UsageError(f"{setting.option} is given twice", hint=f"{other} is another word for it")
-        if isinstance(value, list):
-            values[setting.name] = tuple(setting.from_text(item) for item in value)
-        else:
-            values[setting.name] = value if isinstance(value, bool) else setting.from_text(value)
+        is_text = isinstance(value, str)
+        values[setting.name] = setting.from_text(value) if is_text else setting.check(value, setting.option)
     return values
 
 

@@ -1,8 +1,9 @@
 """One setting: its name, its type, its range, and the words that say so. Used by all of `cli` that reads any.
 
 The type and the choices come from the field of the configuration that the setting fills, so they are written once.
-A value passes `Setting.from_text` (command line) or `Setting.from_toml`, and both end in the same check. Leaves out
-what only the engine or the job can know: whether a value works with this model and this input.
+A value passes `Setting.from_text` (command line) or `Setting.from_toml`, and both end in the same check; that of a
+sampling parameter is the one that rows pass. Leaves out what only the engine or the job can know: whether a value works
+with this model and this input.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from cbatch.config import EngineConfig, JobConfig, SamplingParams
 from cbatch.errors import UsageError
-
-INT_MAX = 2**31 - 1
-SEED_MAX = 2**63 - 1
+from cbatch.jobs.params import INT_MAX, PARAMS
 
 Kind = Literal["flag", "int", "float", "text", "choice", "texts"]
 
@@ -33,6 +32,7 @@ class ConsoleConfig:
 Target = type[EngineConfig] | type[JobConfig] | type[SamplingParams] | type[ConsoleConfig]
 
 
+_ROW_PARAMS = {param.name: param for param in PARAMS}
 _HINTS = {target: get_type_hints(target) for target in (EngineConfig, JobConfig, SamplingParams, ConsoleConfig)}
 
 
@@ -49,8 +49,7 @@ class Bounds:
         return math.isfinite(value) and (self.low < value if self.above else self.low <= value) and value <= self.high
 
     def __str__(self) -> str:
-        low = f"above {self.low:g}" if self.above else f"at least {self.low:g}"
-        return low if self.high in (INT_MAX, SEED_MAX, math.inf) else f"{low}, at most {self.high:g}"
+        return f"above {self.low} and at most {self.high}" if self.above else f"from {self.low} to {self.high}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,13 +111,14 @@ class Setting:
     @property
     def expected(self) -> str:
         """What a value must be, in words."""
+        if self.target is SamplingParams:
+            return _ROW_PARAMS[self.name].allowed
         words: dict[Kind, str] = {
             "flag": "true or false",
-            "int": f"a whole number, {self.bounds}",
-            "float": f"a number, {self.bounds}",
+            "int": f"a whole number {self.bounds}",
+            "float": f"a number {self.bounds}",
             "text": "a text that is not empty",
             "choice": f"one of {', '.join(self.choices)}",
-            "texts": "a text or a list of texts, none empty",
         }
         return words[self.kind]
 
@@ -136,22 +136,24 @@ class Setting:
 
     def from_toml(self, value: object, spelled: str) -> object:
         """Check one value of a TOML file, in which it is called `spelled`."""
-        if self.kind == "texts":
-            items = value if isinstance(value, list) else [value]
-            return tuple(self.check(item, spelled) for item in items)
         if self.kind == "float" and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         return self.check(value, spelled)
 
     def check(self, value: object, spelled: str) -> object:
         """Return the value where its type and range are right; UsageError otherwise."""
+        if self.target is SamplingParams:
+            try:
+                return _ROW_PARAMS[self.name].parse(value)
+            except (TypeError, ValueError):
+                raise self._refuse(spelled, value) from None
         types: dict[Kind, type] = {"flag": bool, "int": int, "float": float}
         fits = type(value) is types.get(self.kind, str)
         if fits and self.kind in ("int", "float"):
             fits = value in self.bounds
         elif fits and self.kind == "choice":
             fits = value in self.choices
-        elif fits and self.kind in ("text", "texts"):
+        elif fits and self.kind == "text":
             fits = value != ""
         if not fits:
             raise self._refuse(spelled, value)
