@@ -1,0 +1,151 @@
+"""From a row's columns to the prompt before tokenising: token ids, text, or a chat. Called by the feeder.
+
+What is rendered here decides the row's key, so it needs no tokenizer: a resumed job recognises a finished row, and a
+shard counts the rows before its own, without tokenising them. Leaves out tokenising (`prompts`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeGuard
+
+from cbatch.errors import RowError
+
+TOKEN_IDS = "prompt_token_ids"
+MESSAGES = "messages"
+PROMPT = "prompt"
+TOOLS = "tools"
+TEMPLATE_KWARGS = "chat_template_kwargs"
+
+BAD_PROMPT = "bad_prompt"
+EMPTY_PROMPT = "empty_prompt"
+NO_PROMPT = "no_prompt"
+
+_KINDS = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt before tokenising. `value` is a list of ids, a text, or a list of messages, as `kind` says."""
+
+    kind: Literal["token_ids", "text", "chat"]
+    value: Any
+    tools: list[Any] | None = None
+    template_kwargs: dict[str, Any] | None = None
+
+    def canonical(self) -> bytes:
+        """Return the bytes that two prompts have in common only if they are the same. RowError on a lone surrogate."""
+        parts = [self.kind, self.value, self.tools, self.template_kwargs]
+        try:
+            return json.dumps(parts, ensure_ascii=False, separators=(",", ":"), default=repr).encode()
+        except UnicodeEncodeError as error:
+            lone = error.object[error.start]
+            raise RowError("lone_surrogate", f"the prompt holds half a character, U+{ord(lone):04X}") from None
+
+
+class Renderer:
+    """Finds and checks the prompt of a row."""
+
+    def __init__(self, prompt_column: str | None = None) -> None:
+        self._prompt_column = prompt_column
+
+    def render(self, columns: Mapping[str, Any]) -> Rendered:
+        """Return the row's prompt: the named column's, else the first of ids, messages and text that is not null.
+
+        Raises RowError that names the column and what it should hold.
+        """
+        if self._prompt_column is not None:
+            return self._render_named(columns, self._prompt_column)
+        if columns.get(TOKEN_IDS) is not None:
+            return Rendered("token_ids", _check_ids(columns[TOKEN_IDS]))
+        if columns.get(MESSAGES) is not None:
+            return _chat(columns, MESSAGES)
+        if columns.get(PROMPT) is not None:
+            return Rendered("text", _check_text(columns[PROMPT], PROMPT))
+        null = next((name for name in (PROMPT, MESSAGES, TOKEN_IDS) if name in columns), None)
+        if null is not None:
+            raise RowError(EMPTY_PROMPT, f"{null} is null")
+        raise RowError(
+            NO_PROMPT,
+            f"no prompt: the row has neither {PROMPT} nor {MESSAGES} nor {TOKEN_IDS} ({_list_names(columns)}); "
+            "--prompt-column names another",
+        )
+
+    def _render_named(self, columns: Mapping[str, Any], name: str) -> Rendered:
+        if name not in columns:
+            raise RowError(NO_PROMPT, f"no prompt: the row has no column '{name}' ({_list_names(columns)})")
+        if columns[name] is None:
+            raise RowError(EMPTY_PROMPT, f"{name} is null")
+        if _is_messages(columns[name]):
+            return _chat(columns, name)
+        return Rendered("text", _check_text(columns[name], name))
+
+
+def _is_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _check_ids(value: object) -> list[int]:
+    if not isinstance(value, list):
+        raise RowError(BAD_PROMPT, f"{TOKEN_IDS} must be a list of whole numbers: it is {_describe(value)}")
+    for position, token in enumerate(value):
+        if type(token) is not int:
+            raise RowError(BAD_PROMPT, f"{TOKEN_IDS}[{position}] must be a whole number: it is {_describe(token)}")
+    if not value:
+        raise RowError(EMPTY_PROMPT, f"{TOKEN_IDS} is empty")
+    return value
+
+
+def _check_text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise RowError(BAD_PROMPT, f"{name} must be a string: it is {_describe(value)}{_other_column(value)}")
+    if not value:
+        raise RowError(EMPTY_PROMPT, f"{name} is an empty string")
+    return value
+
+
+def _chat(columns: Mapping[str, Any], name: str) -> Rendered:
+    messages = columns[name]
+    if not isinstance(messages, list):
+        raise RowError(BAD_PROMPT, f"{name} must be a list of messages: it is {_describe(messages)}")
+    if not messages:
+        raise RowError(EMPTY_PROMPT, f"{name} is an empty list")
+    for number, message in enumerate(messages):
+        _check_message(message, f"{name}[{number}]")
+    tools, kwargs = columns.get(TOOLS), columns.get(TEMPLATE_KWARGS)
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise RowError(BAD_PROMPT, f"{TOOLS} must be a list of objects: it is {_describe(tools)}")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise RowError(BAD_PROMPT, f"{TEMPLATE_KWARGS} must be an object: it is {_describe(kwargs)}")
+    return Rendered("chat", messages, tools or None, kwargs or None)
+
+
+def _check_message(message: object, name: str) -> None:
+    if not isinstance(message, dict):
+        raise RowError(BAD_PROMPT, f"{name} must be an object with role and content: it is {_describe(message)}")
+    if not isinstance(message.get("role"), str):
+        raise RowError(BAD_PROMPT, f"{name}.role must be a string: it is {_describe(message.get('role'))}")
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise RowError(BAD_PROMPT, f"{name}.content must be a string or a list of parts: it is {_describe(content)}")
+
+
+def _describe(value: object) -> str:
+    return "null" if value is None else _KINDS.get(type(value), type(value).__name__)
+
+
+def _other_column(value: object) -> str:
+    if _is_messages(value):
+        return f"; a chat goes into the column {MESSAGES}"
+    if isinstance(value, list) and value and all(type(item) is int for item in value):
+        return f"; token ids go into the column {TOKEN_IDS}"
+    return ""
+
+
+def _list_names(columns: Mapping[str, Any]) -> str:
+    names = ", ".join(list(columns)[:8]) + (", ..." if len(columns) > 8 else "")
+    return f"columns: {names}" if columns else "it is empty"

@@ -1,0 +1,115 @@
+"""Spec J1, E19: keys, occurrences and derived seeds, and the memory that they take."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cbatch.errors import RowError
+from cbatch.jobs.compact import FlatTable, PartitionedTable
+from cbatch.jobs.keys import base_key, failed_key, row_key, row_seed
+from cbatch.jobs.ledger import Ledger
+from cbatch.jobs.rendering import Rendered
+
+TEXT = Rendered("text", "hello")
+
+
+def test_the_key_changes_with_prompt_parameters_and_model_only() -> None:
+    base = base_key(TEXT, {"max_tokens": 5}, b"model")
+    assert len(base) == 16
+    assert base == base_key(Rendered("text", "hello"), {"max_tokens": 5}, b"model")
+    others = [
+        base_key(Rendered("text", "hello "), {"max_tokens": 5}, b"model"),
+        base_key(TEXT, {"max_tokens": 6}, b"model"),
+        base_key(TEXT, {}, b"model"),
+        base_key(TEXT, {"max_tokens": 5}, b"other"),
+        failed_key(RowError("bad", "hello"), {}, b"model"),
+    ]
+    assert len({base, *others}) == 6
+
+
+def test_keys_are_the_same_on_every_machine_and_in_every_version() -> None:
+    assert base_key(TEXT, {"stop": ("a",)}, b"model").hex() == "e7ba9281726bb5eedade48731fa56bba"
+    assert row_seed(0, b"k" * 16) == 2251371058871893599
+
+
+def test_derived_seeds_fit_a_signed_integer_and_differ() -> None:
+    seeds = {row_seed(job, row_key(b"base", number)) for job in range(3) for number in range(300)}
+    assert len(seeds) == 900
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def bases(letters: str) -> list[bytes]:
+    return [letter.encode() * 16 for letter in letters]
+
+
+def test_equal_rows_have_keys_of_their_own() -> None:
+    ledger = Ledger()
+    keys = [ledger.claim(base)[0] for base in bases("abaaba")]
+    assert len(set(keys)) == 6
+    assert keys[:2] == bases("ab")
+
+
+@given(st.text("abcd", max_size=40), st.text("abcd", max_size=10), st.sets(st.integers(0, 39)))
+def test_a_resumed_input_meets_its_finished_rows_once_each(rows: str, appended: str, finished: set[int]) -> None:
+    first = Ledger()
+    keys = [first.claim(base)[0] for base in bases(rows)]
+    offsets = {keys[place]: place * 10 for place in finished if place < len(keys)}
+    resumed = Ledger(len(offsets))
+    for key, offset in offsets.items():
+        resumed.add_finished(key, offset)
+    claims = [resumed.claim(base) for base in bases(rows + appended)]
+    assert [key for key, _ in claims[: len(keys)]] == keys
+    assert [offset for _, offset in claims] == [offsets.get(key) for key, _ in claims]
+    assert len({key for key, _ in claims}) == len(claims)
+    assert resumed.num_replayed == len(offsets)
+
+
+def test_a_finished_row_is_taken_only_if_its_whole_key_is_right() -> None:
+    asked: list[tuple[int, bytes]] = []
+
+    def verify(offset: int, key: bytes) -> bool:
+        asked.append((offset, key))
+        return key == b"a" * 16
+
+    ledger = Ledger(2, verify)
+    ledger.add_finished(b"a" * 16, 7)
+    assert ledger.claim(b"a" * 8 + b"b" * 8) == (b"a" * 8 + b"b" * 8, None)
+    assert asked
+
+
+@given(st.lists(st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 2**63, 2**32]), max_size=200))
+def test_tables_hold_what_a_dict_holds(marks: list[int]) -> None:
+    for table in (FlatTable("q"), PartitionedTable("q"), FlatTable("q", len(marks))):
+        plain: dict[int, int] = {}
+        for number, mark in enumerate(marks):
+            table.put(mark, number)
+            plain[mark or 1] = number
+        assert len(table) == len(plain)
+        assert all(table.get(mark) == plain[mark or 1] for mark in marks)
+        assert table.get(12345678901234567890) == plain.get(12345678901234567890)
+
+
+def test_the_memory_of_keys_stays_in_its_budget() -> None:
+    rng = random.Random(1)
+    num_rows = 60_000
+    distinct = [rng.randbytes(16) for _ in range(num_rows)]
+    fresh = Ledger()
+    for base in distinct:
+        fresh.claim(base)
+    assert fresh.num_bytes <= 14 * num_rows
+    resumed = Ledger(num_rows)
+    for offset, base in enumerate(distinct):
+        resumed.add_finished(base, offset)
+    for base in distinct:
+        assert resumed.claim(base)[1] is not None
+    assert resumed.num_bytes <= 21 * num_rows
+    twice = Ledger()
+    counts: Counter[bytes] = Counter()
+    for base in distinct[: num_rows // 2] * 2:
+        counts[twice.claim(base)[0]] += 1
+    assert max(counts.values()) == 1
+    assert twice.num_bytes <= 18 * num_rows

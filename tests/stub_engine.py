@@ -1,0 +1,249 @@
+"""A stub engine and tokenizer for tests of jobs and the command line: no torch, no transformers, no randomness.
+
+A completion is a function of prompt and seed alone, one token a character, so a test can compute it (`expected_text`).
+As a script, `python stub_engine.py run IN -o OUT --model stub ...` is the real command line with this engine behind it;
+the environment variables below then set its behaviour.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from cbatch.config import DEFAULT_MAX_TOKENS, EngineConfig
+from cbatch.engine.request import Prompt, RequestMetrics, RequestOutput
+from cbatch.engine.stats import EngineStats
+from cbatch.errors import EngineError, RowError
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz \n\u2028é漢👍"
+EOS = 0
+BOS = 1
+FIRST_LETTER = 2  # token id of the character with code point 0
+VOCAB_SIZE = FIRST_LETTER + 0x110000
+DEFAULT_LENGTH = 8  # tokens of a completion that ends by itself
+
+
+class StubTokenizer:
+    """One token a character; BOS goes before every prompt; a chat is its roles and contents line by line."""
+
+    vocab_size = VOCAB_SIZE
+
+    def __init__(self, *, has_chat_template: bool = True, encode_s: float = 0.0) -> None:
+        self.has_chat_template = has_chat_template
+        self.num_encoded = 0
+        self._encode_s = encode_s
+
+    def encode(self, text: str) -> list[int]:
+        self.num_encoded += 1
+        if self._encode_s:
+            time.sleep(self._encode_s)
+        text.encode()
+        return [BOS, *(ord(char) + FIRST_LETTER for char in text)]
+
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
+        roles = [message["role"] for message in messages]
+        if any(left == right for left, right in pairwise(roles)):
+            raise ValueError("roles must alternate")
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        extra = f"{tools or ''}{chat_template_kwargs or ''}"
+        return self.encode("".join(lines) + extra + "assistant: ")
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(token - FIRST_LETTER) for token in ids if token >= FIRST_LETTER)
+
+
+@dataclass(frozen=True, slots=True)
+class StubPlan:
+    max_model_len: int = 4096
+    max_requests_per_batch: int = 8
+
+    def settings(self) -> dict[str, dict[str, object]]:
+        return {"max_requests_per_batch": {"value": self.max_requests_per_batch, "reason": "stub"}}
+
+
+@dataclass(slots=True)
+class _Running:
+    prompt: Prompt
+    token_ids: list[int]
+    given_at: float
+    text_length: int | None
+    stop_reason: str | None
+    finish_reason: str
+    scheduled_at: float | None = None
+    num_done: int = 0
+
+
+@dataclass(slots=True)
+class StubEngine:
+    """Follows the engine's interface: a waiting window, a batch, one token a step for each running request."""
+
+    config: EngineConfig = field(default_factory=lambda: EngineConfig(model="stub"))
+    plan: StubPlan = field(default_factory=StubPlan)
+    tokenizer: StubTokenizer = field(default_factory=StubTokenizer)
+    generation_defaults: dict[str, object] = field(default_factory=dict)
+    load_s: float = 0.25
+    stats: EngineStats = field(default_factory=EngineStats)
+    step_s: float = 0.0  # how long a step takes
+    fail_at_step: int | None = None
+    log: Path | None = None  # every prompt that starts is written here, a line of its text each
+    _waiting: list[_Running] = field(default_factory=list)
+    _running: list[_Running] = field(default_factory=list)
+
+    def steps(self, prompts: Iterator[Prompt | None]) -> Iterator[list[RequestOutput]]:
+        exhausted = False
+        while not exhausted or self._waiting or self._running:
+            refused: list[RequestOutput] = []
+            while not exhausted and len(self._waiting) < 2 * self.plan.max_requests_per_batch:
+                try:
+                    prompt = next(prompts)
+                except StopIteration:
+                    exhausted = True
+                    break
+                if prompt is None:
+                    break
+                refused += self._take(prompt)
+            while self._waiting and len(self._running) < self.plan.max_requests_per_batch:
+                self._start(self._waiting.pop(0))
+            self.stats.num_running, self.stats.num_waiting = len(self._running), len(self._waiting)
+            if self._running:
+                yield refused + self._step()
+            else:
+                if not exhausted:
+                    time.sleep(0.001)
+                yield refused
+
+    def drop_waiting(self) -> list[int]:
+        dropped = [request.prompt.request_id for request in self._waiting]
+        self._waiting.clear()
+        return dropped
+
+    def _take(self, prompt: Prompt) -> list[RequestOutput]:
+        if self.tokenizer.decode(prompt.token_ids).startswith("never fits"):
+            error = RowError("does_not_fit", "the cache cannot hold this request")
+            return [RequestOutput(prompt.request_id, len(prompt.token_ids), [], "error", error=error)]
+        self._waiting.append(plan_completion(prompt, self.tokenizer, self.plan.max_model_len))
+        return []
+
+    def _start(self, request: _Running) -> None:
+        request.scheduled_at = time.time()
+        self._running.append(request)
+        self.stats.prompt_tokens += len(request.prompt.token_ids)
+        self.stats.computed_tokens += len(request.prompt.token_ids)
+        if self.log is not None:
+            with self.log.open("a", encoding="utf-8") as file:
+                file.write(ascii(self.tokenizer.decode(request.prompt.token_ids)) + "\n")
+
+    def _step(self) -> list[RequestOutput]:
+        started = time.perf_counter()
+        if self.step_s:
+            time.sleep(self.step_s)
+        self.stats.steps += 1
+        if self.stats.steps == self.fail_at_step:
+            raise EngineError("the device was lost")
+        finished = []
+        for request in list(self._running):
+            request.num_done += 1
+            self.stats.output_tokens += 1
+            if request.num_done == len(request.token_ids):
+                self._running.remove(request)
+                finished.append(_output(request))
+        self.stats.cache_usage = len(self._running) / self.plan.max_requests_per_batch
+        self.stats.generate_s += time.perf_counter() - started
+        return finished
+
+
+def plan_completion(prompt: Prompt, tokenizer: StubTokenizer, max_model_len: int) -> _Running:
+    """Decide the whole completion when the prompt comes in."""
+    sampling = prompt.sampling
+    seed = sampling.seed if sampling.temperature > 0 else 0
+    source = hashlib.blake2b(repr((prompt.token_ids, seed)).encode()).digest()
+    limit = min(sampling.max_tokens or DEFAULT_MAX_TOKENS, max_model_len - len(prompt.token_ids))
+    length = limit if sampling.ignore_eos else min(limit, DEFAULT_LENGTH)
+    letters = [LETTERS[source[index % len(source)] % len(LETTERS)] for index in range(length)]
+    ids = [ord(char) + FIRST_LETTER for char in letters]
+    reason = "length" if length == limit else "stop"
+    if reason == "stop":
+        ids[-1] = EOS
+    text = tokenizer.decode(ids)
+    matches = [(text.index(stop), stop) for stop in sampling.stop if stop in text]
+    if matches:
+        at, stop = min(matches)
+        return _Running(prompt, ids[: at + len(stop)], time.time(), at, stop, "stop")
+    return _Running(prompt, ids, time.time(), None, None, reason)
+
+
+def expected_text(prompt: Prompt) -> str:
+    """The completion's text for a prompt, as a test computes it."""
+    tokenizer = StubTokenizer()
+    planned = plan_completion(prompt, tokenizer, StubPlan().max_model_len)
+    return tokenizer.decode(planned.token_ids)[: planned.text_length]
+
+
+def _output(request: _Running) -> RequestOutput:
+    assert request.scheduled_at is not None
+    now = time.time()
+    metrics = RequestMetrics(
+        scheduled_at=request.scheduled_at,
+        queue_s=request.scheduled_at - request.given_at,
+        prefill_s=0.001,
+        itl_mean_s=0.002 if len(request.token_ids) > 1 else None,
+        itl_p99_s=0.003 if len(request.token_ids) > 1 else None,
+        e2e_s=now - request.given_at,
+        computed_tokens=len(request.prompt.token_ids) + len(request.token_ids) - 1,
+    )
+    return RequestOutput(
+        request.prompt.request_id,
+        len(request.prompt.token_ids),
+        request.token_ids,
+        request.finish_reason,  # type: ignore[arg-type]
+        stop_reason=request.stop_reason,
+        text_length=request.text_length,
+        metrics=metrics,
+    )
+
+
+def load_from_environment(config: EngineConfig) -> StubEngine:
+    """Load as the engine does, with the delays and failures that the environment asks for."""
+    time.sleep(float(os.environ.get("STUB_LOAD_S", "0")))
+    fail_at = os.environ.get("STUB_FAIL_AT_STEP")
+    log = os.environ.get("STUB_LOG")
+    return StubEngine(
+        config,
+        tokenizer=StubTokenizer(
+            has_chat_template="STUB_NO_TEMPLATE" not in os.environ,
+            encode_s=float(os.environ.get("STUB_ENCODE_S", "0")),
+        ),
+        step_s=float(os.environ.get("STUB_STEP_S", "0")),
+        fail_at_step=int(fail_at) if fail_at else None,
+        log=Path(log) if log else None,
+    )
+
+
+def main() -> int:
+    """Run the real command line with the stub in the engine's place."""
+    engine_module = ModuleType("cbatch.engine.engine")
+    engine_module.Engine = type("Engine", (), {"load": staticmethod(load_from_environment)})  # type: ignore[attr-defined]
+    sys.modules["cbatch.engine.engine"] = engine_module
+    from cbatch.cli.app import main as command_line
+
+    code = command_line()
+    assert "torch" not in sys.modules
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
