@@ -1,0 +1,201 @@
+"""The journal: every finished row, appended as one line of JSON and durable within a second; what a job resumes from.
+
+A line is `{"crc": …, "key": …, <what the job needs to know>, "columns": {the input's}, "result": {ours}}`, so that
+finished rows can be read at any time (`jq 'select(.key) | .result.completion'`). One that starts a session has no key.
+Written by the job's writer only; read again at the start of a run and when the output is put together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cbatch.errors import OutputError
+from cbatch.io import jsonform
+from cbatch.io.atomic import fsync_directory, writing
+
+SYNC_INTERVAL_S = 0.5  # so that a row is durable within a second even where syncing takes a while
+READ_BYTES = 1 << 20
+_CRC = '{"crc": "%08x", '
+_CRC_BYTES = len(_CRC % 0)
+_KEY_START = b'"key": "'
+_HEAD_END = b', "columns": '
+_KEY_HEX = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a job needs to know of a finished row without reading all of it."""
+
+    key: bytes
+    ok: bool
+    session: int  # the number of the process that ran it, from 1
+    generate_s: float = 0.0  # seconds of generation in that session when it finished
+    computed_tokens: int = 0
+    num_dropped: int = 0  # prompt tokens cut off
+    fit: str | None = None  # how it was made to fit, where the context decided over it
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the line's first fields."""
+        return {
+            "key": self.key.hex(),
+            "ok": self.ok,
+            "session": self.session,
+            "generate_s": round(self.generate_s, 6),
+            "computed_tokens": self.computed_tokens,
+            "num_dropped": self.num_dropped,
+            "fit": self.fit,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A finished row: its head, the input's columns and ours."""
+
+    head: Head
+    columns: dict[str, Any]
+    result: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What was found in a journal that was there already."""
+
+    num_sessions: int = 0
+    num_damaged: int = 0  # lines that a crash tore
+
+
+class Journal:
+    """An append-only file of entries, addressed by their offset."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the file. Raises OutputError."""
+        self.path = path
+        with writing(path):
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._size = os.fstat(self._file).st_size
+            fsync_directory(path.parent)
+        self._synced_size = self._size
+        self._synced_at = time.monotonic()
+
+    def count_lines(self) -> int:
+        """Count the lines, to make room for what they hold."""
+        return sum(chunk.count(b"\n") for _, chunk in self._chunks()) + 1
+
+    def recover(self, add: Callable[[Head, int], None]) -> Recovery:
+        """Give every whole entry with its offset to `add`, in order, and cut off what a crash left at the end."""
+        num_sessions = num_damaged = good_end = 0
+        complete = True
+        for offset, line in self._lines():
+            head = _parse_head(line)
+            if head is None:
+                num_damaged += bool(line.strip(b"\x00\n"))
+                continue
+            if isinstance(head, int):
+                num_sessions = max(num_sessions, head)
+            else:
+                add(head, offset)
+                num_sessions = max(num_sessions, head.session)
+            good_end, complete = offset + len(line), line.endswith(b"\n")
+        with writing(self.path):
+            if good_end != self._size:
+                os.ftruncate(self._file, good_end)
+            self._size = good_end
+            if not complete:
+                self._write(b"\n")
+        return Recovery(num_sessions, num_damaged)
+
+    def start_session(self, number: int, facts: dict[str, Any]) -> None:
+        """Write down that a process begins to work on the job."""
+        self._append({"session": number, **facts})
+        self.sync()
+
+    def append(self, entry: Entry) -> int:
+        """Write an entry and return its offset; durable after the next `sync`. Raises OutputError."""
+        return self._append({**entry.head.as_dict(), "columns": entry.columns, "result": entry.result})
+
+    def read(self, offset: int) -> Entry:
+        """Read an entry back."""
+        line = next(self._lines(offset))[1]
+        head = _parse_head(line)
+        assert isinstance(head, Head), f"no entry at {offset} of {self.path}"
+        value = jsonform.load(line.decode())
+        return Entry(head, value["columns"], value["result"])
+
+    def has_key(self, offset: int, key: bytes) -> bool:
+        """Say whether the entry at an offset is the one with this key."""
+        start = offset + _CRC_BYTES + len(_KEY_START)
+        return os.pread(self._file, _KEY_HEX, start) == key.hex().encode()
+
+    def sync(self) -> None:
+        """Make everything written durable. Raises OutputError."""
+        if self._size != self._synced_size:
+            with writing(self.path):
+                os.fsync(self._file)
+        self._synced_size, self._synced_at = self._size, time.monotonic()
+
+    def sync_if_due(self) -> None:
+        """Sync where the last time was long enough ago."""
+        if time.monotonic() - self._synced_at >= SYNC_INTERVAL_S:
+            self.sync()
+
+    def close(self) -> None:
+        """Close the file; without a sync before it, the last rows may be lost with the machine."""
+        os.close(self._file)
+
+    def _append(self, value: dict[str, Any]) -> int:
+        body = jsonform.dump_line(value)[1:]
+        offset = self._size
+        self._write((_CRC % zlib.crc32(body)).encode() + body)
+        return offset
+
+    def _write(self, data: bytes) -> None:
+        written = 0
+        try:
+            while written < len(data):
+                written += os.pwrite(self._file, data[written:], self._size + written)
+        except OSError as error:
+            os.ftruncate(self._file, self._size)
+            raise OutputError(
+                f"cannot write {self.path}: {error.strerror}",
+                hint="the rows before it are safe; make room and run the same command again to go on",
+            ) from error
+        self._size += written
+
+    def _lines(self, start: int = 0) -> Iterator[tuple[int, bytes]]:
+        """Yield offset and bytes of every line from `start` on, the newline included where there is one."""
+        pending: list[bytes] = []
+        offset = start
+        for _, chunk in self._chunks(start):
+            first, *rest = chunk.split(b"\n")
+            pending.append(first)
+            for piece in rest:
+                line = b"".join(pending) + b"\n"
+                yield offset, line
+                offset += len(line)
+                pending = [piece]
+        if last := b"".join(pending):
+            yield offset, last
+
+    def _chunks(self, start: int = 0) -> Iterator[tuple[int, bytes]]:
+        size = 1 << 14 if start else READ_BYTES
+        while chunk := os.pread(self._file, size, start):
+            yield start, chunk
+            start += len(chunk)
+
+
+def _parse_head(line: bytes) -> Head | int | None:
+    """Return an entry's head, the number of a session's first line, or None for a line that is not whole."""
+    body = line[_CRC_BYTES:]
+    if line[:_CRC_BYTES] != (_CRC % zlib.crc32(body if body.endswith(b"\n") else body + b"\n")).encode():
+        return None
+    if not body.startswith(_KEY_START):
+        return int(json.loads(b"{" + body)["session"])
+    fields = json.loads(b"{" + body[: body.index(_HEAD_END)] + b"}")
+    return Head(bytes.fromhex(fields.pop("key")), **fields)

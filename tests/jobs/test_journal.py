@@ -1,0 +1,182 @@
+"""Spec J1: the journal's rows survive whatever tears its end, and can be read at any time."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.errors import OutputError
+from cbatch.jobs.journal import Entry, Head, Journal
+
+TEXTS = ["plain", "é漢👍", "a\u2028b\u0085c\x0bd", 'quote " , "columns": {', "\udc00", "", "x" * 70_000]
+
+
+def entry(number: int, text: str = "text") -> Entry:
+    head = Head(number.to_bytes(16, "big"), ok=True, session=1, generate_s=1.25, computed_tokens=7)
+    return Entry(head, {"id": number, "big": 2**70, "text": text}, {"row": number, "completion": text, "error": None})
+
+
+def write(path: Path, num_rows: int = 3) -> list[int]:
+    journal = Journal(path)
+    journal.start_session(1, {"host": "node7"})
+    offsets = [journal.append(entry(number, TEXTS[number % len(TEXTS)])) for number in range(num_rows)]
+    journal.sync()
+    journal.close()
+    return offsets
+
+
+def recover(path: Path) -> tuple[Journal, dict[int, int], int, int]:
+    journal = Journal(path)
+    found: dict[int, int] = {}
+    recovery = journal.recover(lambda head, offset: found.update({int.from_bytes(head.key, "big"): offset}))
+    return journal, found, recovery.num_sessions, recovery.num_damaged
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    offsets = write(tmp_path / "j", len(TEXTS))
+    journal, found, num_sessions, num_damaged = recover(tmp_path / "j")
+    assert found == dict(enumerate(offsets))
+    assert (num_sessions, num_damaged) == (1, 0)
+    for number, offset in found.items():
+        assert journal.read(offset) == entry(number, TEXTS[number])
+        assert journal.has_key(offset, number.to_bytes(16, "big"))
+        assert not journal.has_key(offset, (99).to_bytes(16, "big"))
+    journal.close()
+
+
+def test_every_line_is_json_for_line_based_tools(tmp_path: Path) -> None:
+    write(tmp_path / "j", len(TEXTS))
+    text = (tmp_path / "j").read_text(encoding="utf-8")
+    assert len(text.splitlines()) == text.count("\n") == len(TEXTS) + 1
+    values = [json.loads(line) for line in text.splitlines()]
+    assert [value["result"]["completion"] for value in values if "key" in value] == TEXTS
+
+
+def test_rows_can_be_read_while_the_journal_is_open(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    journal.append(entry(5))
+    assert json.loads((tmp_path / "j").read_bytes())["result"]["row"] == 5
+    journal.close()
+
+
+def torn_tails() -> dict[str, Any]:
+    return {
+        "mid-JSON": lambda data, last: data[: last + 60],
+        "in the first bytes": lambda data, last: data[: last + 3],
+        "mid-character": lambda data, last: data[: data.rindex("漢".encode()) + 1],
+        "NULs at the end": lambda data, last: data[: last + 60] + bytes(4096),
+        "NULs instead of the line": lambda data, last: data[:last] + bytes(100),
+        "NULs and a newline": lambda data, last: data[: last + 60] + bytes(10) + b"\n",
+        "a flipped bit": lambda data, last: data[: last + 80] + bytes([data[last + 80] ^ 1]) + data[last + 81 :],
+        "another program's line": lambda data, last: data[:last] + b'{"key": 1}\n',
+        "not UTF-8": lambda data, last: data[:last] + b"\xff\xfe\n",
+    }
+
+
+@pytest.mark.parametrize("kind", torn_tails())
+def test_a_torn_tail_costs_its_row_only_and_is_cut_off(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "j"
+    offsets = write(path, 9)
+    path.write_bytes(torn_tails()[kind](path.read_bytes(), offsets[-1]))
+    journal, found, _, _ = recover(path)
+    assert found == dict(enumerate(offsets[:-1]))
+    assert path.stat().st_size == offsets[-1]
+    again = journal.append(entry(8))
+    journal.close()
+    assert recover(path)[1] == {**dict(enumerate(offsets[:-1])), 8: again}
+
+
+def test_a_complete_line_without_its_newline_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    offsets = write(path)
+    path.write_bytes(path.read_bytes()[:-1])
+    journal, found, _, num_damaged = recover(path)
+    assert found == dict(enumerate(offsets))
+    assert num_damaged == 0
+    journal.append(entry(3))
+    journal.close()
+    assert set(recover(path)[1]) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("hole", [bytes(40), b"garbage\n", b"\n\n"])
+def test_a_damaged_line_in_the_middle_costs_no_other(tmp_path: Path, hole: bytes) -> None:
+    path = tmp_path / "j"
+    offsets = write(path, 5)
+    data = path.read_bytes()
+    at = offsets[2] + 30
+    path.write_bytes(data[:at] + hole + data[at + len(hole) :])
+    _, found, _, num_damaged = recover(path)
+    assert set(found) >= {0, 1, 4}
+    assert 2 not in found
+    assert num_damaged >= 1
+
+
+@pytest.mark.parametrize("cut", range(0, 700, 7))
+def test_every_cut_is_recovered(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "j"
+    offsets = write(path, 3)
+    data = path.read_bytes()
+    path.write_bytes(data[:cut])
+    journal, found, _, _ = recover(path)
+    ends = [*offsets[1:], len(data)]
+    assert found == {number: at for number, at in enumerate(offsets) if cut >= ends[number] - 1}
+    journal.append(entry(77))
+    journal.close()
+    assert set(recover(path)[1]) == {*found, 77}
+
+
+def test_an_empty_file_and_none_start_fresh(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    for name in ("empty", "none"):
+        journal, found, num_sessions, _ = recover(tmp_path / name)
+        assert (found, num_sessions) == ({}, 0)
+        journal.close()
+
+
+def test_a_full_disk_is_said_and_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "j"
+    journal = Journal(path)
+    journal.append(entry(0))
+    real = os.pwrite
+
+    def pwrite(file: int, data: bytes, offset: int) -> int:
+        if len(data) > 50:
+            return real(file, data[:50], offset)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(OutputError, match=r"No space left.*run the same command again"):
+        journal.append(entry(1))
+    monkeypatch.undo()
+    assert path.read_bytes().endswith(b"\n")
+    journal.append(entry(2))
+    journal.close()
+    assert set(recover(path)[1]) == {0, 2}
+
+
+def test_a_row_is_durable_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    clock = [100.0]
+    monkeypatch.setattr("cbatch.jobs.journal.time.monotonic", lambda: clock[0])
+    journal = Journal(tmp_path / "j")
+    synced.clear()
+    journal.append(entry(0))
+    journal.sync_if_due()
+    clock[0] += 0.5
+    journal.sync_if_due()
+    assert len(synced) == 1
+    clock[0] += 5
+    journal.sync_if_due()
+    assert len(synced) == 1, "nothing new, nothing to sync"
+    journal.close()
+
+
+def test_a_directory_that_is_not_there_is_an_output_error(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="cannot write"):
+        Journal(tmp_path / "no" / "j")
