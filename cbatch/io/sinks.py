@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -13,6 +14,8 @@ from cbatch.io.jsonform import dump_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from cbatch.io.arrowform import Convert
 
 
 class Sink(ABC):
@@ -41,9 +44,20 @@ class Sink(ABC):
 
 
 class JsonlSink(Sink):
-    """JSON lines: one record a line, keys in the record's order."""
+    """JSON lines: one record a line, keys in the record's order; of the schema only what JSON lacks matters."""
+
+    def __init__(self, path: Path, schema: pa.Schema | None) -> None:
+        super().__init__(path)
+        self._converts: dict[str, Convert] = {}  # by column
+        if schema is not None:
+            from cbatch.io.arrowform import null_non_finite
+
+            converts = {field.name: null_non_finite(field.type) for field in schema}
+            self._converts = {name: convert for name, convert in converts.items() if convert is not None}
 
     def write(self, record: dict[str, Any]) -> None:
+        if self._converts:
+            record = {name: self._converts.get(name, _same)(value) for name, value in record.items()}
         with writing(self._file.path):
             self._file.file.write(dump_line(record))
 
@@ -55,16 +69,30 @@ def check_output(path: str) -> None:
 
 
 def open_sink(path: str, schema: pa.Schema | None = None) -> Sink:
-    """Open the output by its suffix: .jsonl or .parquet; the latter needs the `schema` of the records.
+    """Open the output by its suffix: .jsonl, or .parquet, which needs the `schema` of the records.
 
+    For .jsonl give it where the input declares one, so that NaN and infinities in it become null.
     Raises UsageError for another suffix, OutputError where the file cannot be written.
     """
-    _suffix(path)
-    return JsonlSink(Path(path))
+    return SINKS[_suffix(path)](Path(path), schema)
+
+
+def _open_parquet(path: Path, schema: pa.Schema | None) -> Sink:
+    from cbatch.io.parquet import ParquetSink
+
+    assert schema is not None, "Parquet needs the schema of the records"
+    return ParquetSink(path, schema)
+
+
+SINKS: dict[str, Callable[[Path, pa.Schema | None], Sink]] = {".jsonl": JsonlSink, ".parquet": _open_parquet}
 
 
 def _suffix(path: str) -> str:
     suffix = Path(path).suffix.lower()
-    if suffix not in (".jsonl",):
-        raise UsageError(f"cannot tell the format of the output {path}", hint="end it in .jsonl or .parquet")
+    if suffix not in SINKS:
+        raise UsageError(f"cannot tell the format of the output {path}", hint=f"end it in {' or '.join(SINKS)}")
     return suffix
+
+
+def _same(value: Any) -> Any:
+    return value

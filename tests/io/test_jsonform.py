@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.io.jsonform import dump, dump_line, format_utc, load
@@ -21,6 +21,7 @@ def has_surrogate_pair(value: object) -> bool:
     return json.loads(json.dumps(value)) != value
 
 
+@settings(deadline=None)
 @given(values)
 def test_values_come_back_as_they_were(value: object) -> None:
     text = dump(value)
@@ -30,6 +31,7 @@ def test_values_come_back_as_they_were(value: object) -> None:
         assert dump(load(text)) == text  # key order, int against float
 
 
+@settings(deadline=None)
 @given(st.dictionaries(any_text, any_text))
 def test_a_record_is_one_line_for_every_tool(record: dict[str, str]) -> None:
     line = dump_line(record)

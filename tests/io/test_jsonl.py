@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.errors import InputError
@@ -26,6 +26,7 @@ def only_row(line: bytes) -> Row:
     return row
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary().filter(lambda line: b"\n" not in line)), st.data())
 def test_lines_do_not_depend_on_chunk_borders(lines: list[bytes], data: st.DataObject) -> None:
     content = b"".join(line + b"\n" for line in lines)
