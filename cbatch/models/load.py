@@ -1,0 +1,120 @@
+"""Loads a model for the engine: weights, tokenizer, and what the model says of its own sampling.
+
+Called by the engine once, after inspect. Leaves out the KV cache and everything that depends on the batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from cbatch.config import EngineConfig
+from cbatch.errors import UsageError
+from cbatch.models.attention import ATTENTION_NAME, register_attention
+from cbatch.models.generation import end_token_ids, generation_defaults
+from cbatch.models.hub import loading
+from cbatch.models.inspect import ModelShape
+from cbatch.models.machine import Choice, choose_device, choose_dtype, choose_num_threads
+from cbatch.models.rope import fix_rotary_embeddings
+from cbatch.models.source import ModelSource, resolve_source
+from cbatch.models.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+GGUF_STORED_DTYPE = "bfloat16"  # what quantised blocks are unpacked to where the device computes in it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model in memory, ready for the engine's forward passes."""
+
+    model: PreTrainedModel
+    shape: ModelShape
+    tokenizer: Tokenizer
+    device: torch.device
+    device_reason: str
+    dtype: torch.dtype
+    dtype_reason: str
+    num_threads: int
+    num_threads_reason: str
+    eos_token_ids: frozenset[int]
+    generation_defaults: dict[str, object]  # sampling parameters under our names; empty where the model has none
+    generation_not_taken: tuple[str, ...]  # settings of its generation config that have no counterpart here
+
+
+def load_model(config: EngineConfig, shape: ModelShape) -> LoadedModel:
+    """Load weights and tokenizer of the model that `shape` describes; sets torch's number of CPU threads.
+
+    Raises UsageError.
+    """
+    source = resolve_source(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, GGUF_STORED_DTYPE if source.gguf_file else shape.checkpoint_dtype, device.value)
+    threads = choose_num_threads()
+    torch.set_num_threads(threads.value)
+    tokenizer = load_tokenizer(_tokenizer_source(config, source), shape.vocab_size)
+    logger.info("loading %s in %s on %s", source.name, dtype.value, device.value)
+    model = _load_weights(source, dtype.value)
+    fix_rotary_embeddings(model, config.max_model_len or shape.context_length)
+    with loading("the weights", source):
+        nn.Module.to(model, device.value)
+    return _describe(model, shape, tokenizer, device, dtype, threads)
+
+
+def _describe(
+    model: PreTrainedModel,
+    shape: ModelShape,
+    tokenizer: Tokenizer,
+    device: Choice[torch.device],
+    dtype: Choice[torch.dtype],
+    threads: Choice[int],
+) -> LoadedModel:
+    defaults = generation_defaults(model.generation_config)
+    if defaults.not_taken:
+        logger.warning("not taken from the model's generation config: %s", ", ".join(defaults.not_taken))
+    text_config = model.config.get_text_config(decoder=True)
+    return LoadedModel(
+        model=model,
+        shape=shape,
+        tokenizer=tokenizer,
+        device=device.value,
+        device_reason=device.reason,
+        dtype=dtype.value,
+        dtype_reason=dtype.reason,
+        num_threads=threads.value,
+        num_threads_reason=threads.reason,
+        eos_token_ids=end_token_ids(model.generation_config, model.config, text_config, tokenizer),
+        generation_defaults=defaults.sampling,
+        generation_not_taken=defaults.not_taken,
+    )
+
+
+def _tokenizer_source(config: EngineConfig, source: ModelSource) -> ModelSource:
+    if config.tokenizer is None:
+        return source
+    return resolve_source(config.tokenizer, trust_remote_code=config.trust_remote_code)
+
+
+def _load_weights(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
+    """Load the weights on the CPU, in evaluation mode, with our attention. Raises UsageError where some are missing."""
+    register_attention()
+    arguments: dict[str, Any] = {**source.arguments(), "attn_implementation": ATTENTION_NAME, "dtype": dtype}
+    if source.gguf_file is not None and hasattr(transformers, "GgufConfig"):  # older versions always unpack
+        arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    auto_model: Any = AutoModelForCausalLM
+    with loading("the weights", source):
+        model, info = auto_model.from_pretrained(source.path, output_loading_info=True, **arguments)
+    if missing := sorted(info["missing_keys"]):
+        raise UsageError(
+            f"the checkpoint '{source.name}' lacks {len(missing)} weights that the model needs, such as {missing[0]}",
+            hint="the file is damaged, or not a text-generation model",
+        )
+    assert isinstance(model, PreTrainedModel)
+    nn.Module.eval(model).requires_grad_(False)
+    return model
