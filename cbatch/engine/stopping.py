@@ -30,23 +30,41 @@ class StopStrings:
     def __init__(self, stop: tuple[str, ...], decode: Callable[[Sequence[int]], str]) -> None:
         self._stop = stop
         self._decode = decode
+        self._token_ids: list[int] = []
         self._window: list[int] = []  # tokens whose text may still change, after one settled group
         self._num_settled = 0  # tokens at the window's start that only give the others their context
-        self._text = ""
-        self._longest = max(map(len, stop))
+        self._tail = ""  # the end of the settled text, where a stop string may have begun
+        self._max_tail = max(map(len, stop)) - 1
 
     def feed(self, token_id: int) -> Stop | None:
         """Take one more token; return the earliest stop string that the text now holds, if any."""
+        self._token_ids.append(token_id)
         self._window.append(token_id)
         context = self._decode(self._window[: self._num_settled])
         text = self._decode(self._window)
-        if text.endswith(REPLACEMENT) and len(self._window) - self._num_settled < MAX_PENDING_TOKENS:
-            return None
-        searched = max(0, len(self._text) - self._longest + 1)
-        self._text += text[len(context) :]
-        del self._window[: self._num_settled]
+        new = text[len(context) :]
+        searched = self._tail + new.rstrip(REPLACEMENT)
+        is_pending = text.endswith(REPLACEMENT) and len(self._window) - self._num_settled < MAX_PENDING_TOKENS
+        if not is_pending:
+            self._settle(context, new)
+        return self._locate() if any(stop in searched for stop in self._stop) else None
+
+    def _settle(self, context: str, new: str) -> None:
+        """Move the window past tokens whose text is complete."""
+        text = self._tail + new
+        self._tail = text[max(0, len(text) - self._max_tail) :]
+        if new:
+            del self._window[: self._num_settled]
+        elif context or len(self._window) > MAX_PENDING_TOKENS:
+            # Tokens without text, special ones say, are no context: a decoder that drops a text's first space
+            # would drop the next token's.
+            del self._window[self._num_settled :]
         self._num_settled = len(self._window)
-        found = [(at, stop) for stop in self._stop if (at := self._text.find(stop, searched)) >= 0]
+
+    def _locate(self) -> Stop | None:
+        """Cut the whole completion's text, once: that is what the caller writes, and bytes can change it afar."""
+        text = self._decode(self._token_ids)
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if not found:
             return None
         at, stop = min(found)

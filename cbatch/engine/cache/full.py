@@ -16,6 +16,7 @@ from __future__ import annotations
 from cbatch.engine.cache.allocator import BlockTable, ReadWindow
 from cbatch.engine.cache.pool import CachePool
 from cbatch.engine.cache.prefix import PrefixIndex
+from cbatch.engine.cache.store import BlockStore
 from cbatch.units import ceil_div
 
 
@@ -28,12 +29,9 @@ class FullAttentionCacheAllocator:
         self.page_size = page_size
         self.layers = layers
         self.index = PrefixIndex()
-        self._pool = pool
-        self._blocks_per_chunk = pool.pages_per_chunk // len(layers)
-        self._uninitialized: dict[int, None] = {}  # an ordered set
+        self._uninitialized = BlockStore(pool, len(layers))
         self._initialized: dict[int, None] = {}  # in the order in which they were freed
         self._ref_counts: dict[int, int] = {}
-        self._num_owned_in_chunk: dict[int, int] = {}  # owned or initialized
 
     @property
     def num_free_blocks(self) -> int:
@@ -55,7 +53,7 @@ class FullAttentionCacheAllocator:
         return max(0, ceil_div(num_tokens, self.page_size) - len(table))
 
     def num_missing_chunks(self, num_blocks: int) -> int:
-        return ceil_div(max(0, num_blocks - self.num_free_blocks), self._blocks_per_chunk)
+        return self._uninitialized.num_missing_chunks(num_blocks, len(self._initialized))
 
     def extend(self, table: BlockTable, num_tokens: int) -> None:
         for _ in range(self.num_missing_blocks(table, num_tokens)):
@@ -76,16 +74,17 @@ class FullAttentionCacheAllocator:
 
     def release(self, table: BlockTable, *, keep_content: bool) -> None:
         for block in table:  # parents first, so that children are the newest
+            # What is not to be kept is not to be found either while others still hold it.
+            if not keep_content and self.index.holds(block):
+                self.index.forget(block)
             self._ref_counts[block] -= 1
             if self._ref_counts[block] > 0:
                 continue
             del self._ref_counts[block]
-            if self.index.holds(block) and keep_content:
-                self._initialized[block] = None
-                continue
             if self.index.holds(block):
-                self.index.forget(block)
-            self._retire(block)
+                self._initialized[block] = None
+            else:
+                self._uninitialized.put(block)
         table.clear()
 
     def read_window(self, table: BlockTable, num_computed: int, num_tokens: int) -> ReadWindow:
@@ -96,32 +95,8 @@ class FullAttentionCacheAllocator:
         return max(0, len(table) * self.page_size - num_computed)
 
     def _take_block(self) -> int:
-        if not self._uninitialized and self._pool.num_free > 0:
-            self._split(self._pool.take())
-        if not self._uninitialized:
+        if not self._uninitialized.can_take:
             block, _ = self._initialized.popitem()
             self.index.forget(block)
-            self._retire(block)
-            return self._take_block()
-        block, _ = self._uninitialized.popitem()
-        chunk = block % self._pool.num_chunks
-        self._num_owned_in_chunk[chunk] += 1
-        return block
-
-    def _split(self, chunk: int) -> None:
-        stride = len(self.layers) * self._pool.num_chunks
-        for k in reversed(range(self._blocks_per_chunk)):
-            self._uninitialized[k * stride + chunk] = None
-        self._num_owned_in_chunk[chunk] = 0
-
-    def _retire(self, block: int) -> None:
-        """Make `block` uninitialized, and give its chunk back once no block of it is in use."""
-        chunk = block % self._pool.num_chunks
-        self._uninitialized[block] = None
-        self._num_owned_in_chunk[chunk] -= 1
-        if self._num_owned_in_chunk[chunk] == 0:
-            stride = len(self.layers) * self._pool.num_chunks
-            for k in range(self._blocks_per_chunk):
-                del self._uninitialized[k * stride + chunk]
-            del self._num_owned_in_chunk[chunk]
-            self._pool.give_back(chunk)
+            self._uninitialized.put(block)
+        return self._uninitialized.take()
