@@ -18,6 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from cbatch.errors import UnsupportedModelError
 
 ATTENTION_NAME = "cbatch"
+FULL_ATTENTION = "full_attention"  # the types of layers, as in transformers' `layer_types`
+SLIDING_ATTENTION = "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +62,19 @@ def paged_attention_forward(
     """Write a step's keys and values to the layer's pages and attend over them.
 
     query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim] → [1, T, heads, head_dim].
-    Raises UnsupportedModelError where the model brings a mask of its own.
+    Raises UnsupportedModelError where the model wants something else than causal attention within its window.
     """
-    if attention_mask is not None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} builds its own attention mask, which paged attention cannot honour",
-            hint="this architecture is not supported",
-        )
     layer = module.layer_idx
     assert isinstance(layer, int)
     assert query.shape[0] == 1
-    inputs = paged.inputs[paged.layer_types[layer]]
+    layer_type = paged.layer_types[layer]
+    if attention_mask is not None:
+        raise _unsupported(module, "builds its own attention mask")
+    if getattr(module, "is_causal", True) is False:
+        raise _unsupported(module, "attends in both directions")
+    if sliding_window is None and layer_type == SLIDING_ATTENTION:
+        raise _unsupported(module, "ignores the sliding window that its config states")
+    inputs = paged.inputs[layer_type]
     key_pages, value_pages = paged.key_pages[layer], paged.value_pages[layer]
     dispatch.cache_write(key[0].transpose(0, 1), value[0].transpose(0, 1), key_pages, value_pages, inputs.slot_mapping)
     attended = dispatch.paged_attention(
@@ -84,3 +88,7 @@ def paged_attention_forward(
         sinks=s_aux,
     )
     return attended[None], None
+
+
+def _unsupported(module: nn.Module, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{type(module).__name__} {what}", hint="this architecture cannot be run")

@@ -12,18 +12,15 @@ from transformers import AutoConfig, PretrainedConfig
 
 from cbatch.config import EngineConfig
 from cbatch.errors import UsageError
+from cbatch.models.attention import FULL_ATTENTION, SLIDING_ATTENTION
 from cbatch.models.hub import loading
-from cbatch.models.identity import model_identity
 from cbatch.models.source import ModelSource, resolve_source
 from cbatch.models.support import check_supported
-
-FULL_ATTENTION = "full_attention"
-SLIDING_ATTENTION = "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The numbers that decide memory and limits, and the identity that resuming relies on."""
+    """The numbers that decide memory and limits."""
 
     model_type: str
     num_layers: int
@@ -35,9 +32,8 @@ class ModelShape:
     vocab_size: int
     context_length: int  # tokens of prompt and completion together
     layer_types: tuple[str, ...]  # FULL_ATTENTION or SLIDING_ATTENTION, by layer
-    sliding_windows: tuple[int | None, ...]  # tokens, by layer; None on full layers
+    sliding_windows: tuple[int | None, ...]  # tokens, by layer; None where every context fits
     checkpoint_dtype: str | None  # as torch names it; None where the config does not say
-    identity: str  # changes with the weights, the config and the tokenizer
 
 
 def inspect_model(config: EngineConfig) -> ModelShape:
@@ -45,8 +41,7 @@ def inspect_model(config: EngineConfig) -> ModelShape:
     source = resolve_source(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     model_config = load_config(source)
     check_supported(model_config, source)
-    tokenizer = None if config.tokenizer is None else resolve_source(config.tokenizer)
-    return describe_model(model_config, source, model_identity(model_config, source, tokenizer))
+    return describe_model(model_config, source, config.max_model_len)
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:
@@ -56,11 +51,17 @@ def load_config(source: ModelSource) -> PretrainedConfig:
         return config
 
 
-def describe_model(model_config: PretrainedConfig, source: ModelSource, identity: str = "") -> ModelShape:
-    """Derive the shape from a supported model's config. Raises UsageError where it states no context length."""
+def describe_model(model_config: PretrainedConfig, source: ModelSource, max_model_len: int | None = None) -> ModelShape:
+    """Derive the shape from a supported model's config, for contexts up to `max_model_len`.
+
+    Raises UsageError where the config states no context length.
+    """
     text = model_config.get_text_config(decoder=True)
     heads = text.num_attention_heads
-    windows = sliding_windows(text)
+    context_length = _context_length(text, source)
+    # A window that no context outgrows is none.
+    longest = min(max_model_len or context_length, context_length)
+    windows = tuple(w if w is not None and w < longest else None for w in sliding_windows(text))
     dtype = getattr(text, "dtype", None) or getattr(model_config, "dtype", None)
     return ModelShape(
         model_type=model_config.model_type,
@@ -71,11 +72,10 @@ def describe_model(model_config: PretrainedConfig, source: ModelSource, identity
         hidden_size=text.hidden_size,
         intermediate_size=_intermediate_size(text),
         vocab_size=text.vocab_size,
-        context_length=_context_length(text, source),
+        context_length=context_length,
         layer_types=tuple(FULL_ATTENTION if window is None else SLIDING_ATTENTION for window in windows),
         sliding_windows=windows,
         checkpoint_dtype=None if dtype is None else str(dtype).removeprefix("torch."),
-        identity=identity,
     )
 
 

@@ -7,24 +7,28 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from cbatch_kernels import dispatch
 from cbatch_kernels.metadata import PagedMetadata
 from transformers import PreTrainedModel
 
 from cbatch.errors import UnsupportedModelError
 from cbatch.models.attention import (
     ATTENTION_NAME,
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
     AttentionInputs,
     PagedStep,
     paged_attention_forward,
     register_attention,
 )
+from cbatch.models.inspect import describe_model
+from cbatch.models.source import ModelSource
 from tests.tiny_models import CONTEXT, FAMILIES, WINDOW, build_tiny_model
 
 PAGE_SIZE = 4
-PROMPT_LENS = (41, 7, 30)  # two of them beyond the window
-NUM_DECODED = 5
-BLOCKS_PER_ROW = 16
-LAYER_TYPE = "any"  # one table serves all layers here: nothing is recycled
+PROMPT_LENS = (25, 6, 18)  # two of them beyond the window
+NUM_DECODED = 4
+BLOCKS_PER_ROW = 8
 
 
 class PlainCache:
@@ -53,10 +57,9 @@ class PlainCache:
         context_lens = np.array([at[-1] + 1 for at in positions], dtype=np.int32)
         metadata = PagedMetadata.build(query_lens, context_lens, self.tables[[row for row, _, _ in pieces]])
         inputs = AttentionInputs(torch.from_numpy(np.concatenate(slots)), metadata)
-        num_layers = self.pages.shape[1]
-        step = PagedStep(
-            self.pages[0].unbind(), self.pages[1].unbind(), [LAYER_TYPE] * num_layers, {LAYER_TYPE: inputs}
-        )
+        shape = describe_model(self.model.config, ModelSource("tiny"))
+        by_type = dict.fromkeys(shape.layer_types, inputs)  # one table serves all: nothing is recycled here
+        step = PagedStep(self.pages[0].unbind(), self.pages[1].unbind(), shape.layer_types, by_type)
         with torch.inference_mode():
             logits = self.model(
                 input_ids=torch.tensor([[token for _, ids, _ in pieces for token in ids]]),
@@ -76,7 +79,7 @@ def cut(length: int, size: int) -> Iterator[tuple[int, int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_equals_its_eager_forward_whole_chunked_and_decoding(family: str) -> None:
-    check_against_eager(build_tiny_model(family), chunk_sizes=(max(PROMPT_LENS), PAGE_SIZE - 1, PAGE_SIZE, 1))
+    check_against_eager(build_tiny_model(family), chunk_sizes=(max(PROMPT_LENS), PAGE_SIZE - 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -91,6 +94,22 @@ def test_every_family_equals_its_eager_forward_whole_chunked_and_decoding(family
 )
 def test_scaling_and_windows_that_are_not_the_default_reach_the_pages(family: str, changes: dict[str, object]) -> None:
     check_against_eager(build_tiny_model(family, **changes), chunk_sizes=(max(PROMPT_LENS), 5))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_shape_states_the_windows_that_the_layers_use(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_tiny_model(family)
+    used: list[int | None] = []
+
+    def record(query: torch.Tensor, *_: object, sliding_window: int | None, **__: object) -> torch.Tensor:
+        used.append(sliding_window)
+        return torch.zeros_like(query)
+
+    monkeypatch.setattr(dispatch, "paged_attention", record)
+    register_attention()
+    model.set_attn_implementation(ATTENTION_NAME)
+    PlainCache(model, 1).forward([(0, [5, 6, 7], 0)])
+    assert tuple(used) == describe_model(model.config, ModelSource("tiny")).sliding_windows
 
 
 def test_the_windowed_families_really_leave_their_window() -> None:
@@ -134,7 +153,22 @@ def run_in_chunks(model: PreTrainedModel, rows: list[list[int]], size: int) -> l
 
 
 def test_a_model_that_brings_its_own_mask_is_refused() -> None:
-    tensor = torch.zeros(1, 1, 1, 8)
-    step = PagedStep([], [], [], {})
     with pytest.raises(UnsupportedModelError, match="its own attention mask"):
-        paged_attention_forward(torch.nn.Module(), tensor, tensor, tensor, torch.zeros(1, 1, 1, 1), paged=step)
+        call_with(FULL_ATTENTION, attention_mask=torch.zeros(1, 1, 1, 1))
+
+
+def test_a_model_that_attends_in_both_directions_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="both directions"):
+        call_with(FULL_ATTENTION, is_causal=False)
+
+
+def test_a_model_that_ignores_the_window_of_its_config_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="sliding window"):
+        call_with(SLIDING_ATTENTION)
+
+
+def call_with(layer_type: str, *, attention_mask: torch.Tensor | None = None, is_causal: bool = True) -> None:
+    module = torch.nn.Module()
+    module.layer_idx, module.is_causal = 0, is_causal
+    tensor = torch.zeros(1, 1, 1, 8)
+    paged_attention_forward(module, tensor, tensor, tensor, attention_mask, paged=PagedStep([], [], [layer_type], {}))
