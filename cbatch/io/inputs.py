@@ -1,0 +1,43 @@
+"""What the user names as input, as the list of what is read: patterns expanded, in a fixed order. Called by sources."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cbatch.errors import UsageError
+from cbatch.io.remote import glob_remote, is_url
+from cbatch.io.streams import STDIN, reading
+
+
+def expand(inputs: Sequence[str]) -> list[str]:
+    """Replace each pattern by the files that it matches, sorted. A name that exists is itself, whatever is in it.
+
+    Raises UsageError for a pattern without a match and for standard input given twice.
+    """
+    names = [name for given in inputs for name in _expand_one(given)]
+    if names.count(STDIN) > 1:
+        raise UsageError("standard input (-) can be read only once")
+    return names
+
+
+def _expand_one(name: str) -> Iterator[str]:
+    if name == STDIN or not glob.has_magic(name):
+        yield name
+        return
+    if is_url(name):
+        if "?" in name and "*" not in name:  # a query, not a pattern
+            yield name
+            return
+        with reading(name):
+            matches = glob_remote(name)
+    elif Path(name).exists():
+        yield name
+        return
+    else:
+        found = glob.glob(name, recursive=True)  # noqa: PTH207 Path.glob takes no absolute pattern
+        matches = [match for match in found if Path(match).is_file()]
+    if not matches:
+        raise UsageError(f"no file matches {name}")
+    yield from sorted(matches)
