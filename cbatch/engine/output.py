@@ -26,7 +26,9 @@ def finished_output(finished: FinishedRequest, now: float) -> RequestOutput:
     """Give the result of a request that ended at `now` (monotonic seconds)."""
     request, outcome = finished.request, finished.outcome
     generated = request.token_ids[request.num_prompt_tokens :]
-    metrics = _metrics(request, now)
+    # The last token is what ends a request, unless it fails in place of one.
+    has_failed = isinstance(outcome, RowError)
+    metrics = _metrics(request, now, finished_at=now if has_failed else request.token_times[-1])
     if isinstance(outcome, RowError):
         return RequestOutput(
             request.request_id, request.num_prompt_tokens, generated, "error", error=outcome, metrics=metrics
@@ -42,7 +44,7 @@ def finished_output(finished: FinishedRequest, now: float) -> RequestOutput:
     )
 
 
-def _metrics(request: Request, now: float) -> RequestMetrics:
+def _metrics(request: Request, now: float, finished_at: float) -> RequestMetrics:
     scheduled_at, token_times = request.scheduled_at, request.token_times
     assert scheduled_at is not None, "only a scheduled request can finish"
     between = np.diff(np.frombuffer(token_times)) if len(token_times) > 1 else None
@@ -52,7 +54,7 @@ def _metrics(request: Request, now: float) -> RequestMetrics:
         prefill_s=token_times[0] - scheduled_at if token_times else None,
         itl_mean_s=float(between.mean()) if between is not None else None,
         itl_p99_s=float(np.percentile(between, 99)) if between is not None else None,
-        e2e_s=(token_times[-1] if token_times else now) - request.created_at,
+        e2e_s=finished_at - request.created_at,
         cached_tokens=request.cached_tokens,
         computed_tokens=request.computed_tokens,
         recomputed_tokens=request.recomputed_tokens,

@@ -91,10 +91,12 @@ class Scheduler(ABC):
         starved = self._schedule_active(plan)
         # What starves needs the blocks more than what waits.
         if not starved:
-            self._admit_waiting(plan, now)
+            self._admit_waiting(plan)
         while not plan.items and self.active:
             self._soft_reset_newest(plan)
             self._schedule_active(plan)
+        for request in (item.request for item in plan.items):
+            request.scheduled_at = now if request.scheduled_at is None else request.scheduled_at
         return plan
 
     def update(self, plan: StepPlan, sampled: Sequence[int | RowError], now: float) -> list[FinishedRequest]:
@@ -135,7 +137,7 @@ class Scheduler(ABC):
                 starved.append(request)
         return starved
 
-    def _admit_waiting(self, plan: StepPlan, now: float) -> None:
+    def _admit_waiting(self, plan: StepPlan) -> None:
         """Let waiting requests join in order, past those whose prefix another one is computing right now."""
         reserved = self._blocks_promised()
         deferred: list[Request] = []
@@ -150,7 +152,7 @@ class Scheduler(ABC):
             if admission is Admission.AWAITS_PREFIX:
                 deferred.append(request)
                 continue
-            self._book_admitted(request, now)
+            self._book_admitted(request)
             num_tokens = self._num_tokens_within_limits(request, plan)
             if num_tokens > 0:
                 extended = self.cache.extend(request, request.num_computed_tokens + num_tokens)
@@ -201,21 +203,20 @@ class Scheduler(ABC):
 
     # Booking
 
-    def _book_admitted(self, request: Request, now: float) -> None:
+    def _book_admitted(self, request: Request) -> None:
         self.active.append(request)
         request.status = RequestStatus.PREFILLING
-        if request.scheduled_at is None:
-            request.scheduled_at = now
-            request.cached_tokens = request.num_computed_tokens
-            request.num_ever_computed = request.num_computed_tokens
+        # After a soft reset the cache can hold more of a prompt than the request had come to compute itself.
+        request.cached_tokens += max(0, request.num_computed_tokens - request.num_ever_computed)
+        request.num_ever_computed = max(request.num_ever_computed, request.num_computed_tokens)
 
     def _book_computed(self, item: ScheduledRequest) -> None:
         request = item.request
         request.num_computed_tokens = item.num_computed_before + item.num_tokens
-        new = max(0, request.num_computed_tokens - max(request.num_ever_computed, item.num_computed_before))
+        new = max(0, request.num_computed_tokens - request.num_ever_computed)
         request.computed_tokens += new
         request.recomputed_tokens += item.num_tokens - new
-        request.num_ever_computed = max(request.num_ever_computed, request.num_computed_tokens)
+        request.num_ever_computed += new
         self.cache.commit(request, item.num_computed_before)
 
     def _append_token(self, request: Request, token_id: int, now: float) -> Stop | None:

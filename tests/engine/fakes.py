@@ -1,0 +1,247 @@
+"""Requests, a model and a KV store that need no torch: what scheduling does is checked by what would be computed.
+
+`FakeRunner` stands in for the model runner. It writes into every slot that a step computes a fingerprint of the
+tokens up to there, and checks before sampling that every slot of a request's context holds the right one. A stale
+shared block, a wrong table, a slot never written or freed too early all show at the step where they happen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cbatch.config import SamplingParams
+from cbatch.engine.cache.full import FullAttentionCacheAllocator
+from cbatch.engine.cache.manager import CacheManager
+from cbatch.engine.cache.pool import NUM_RESERVED_CHUNKS, CachePool
+from cbatch.engine.request import Prompt, Request, RequestStatus
+from cbatch.engine.scheduler import FifoScheduler, FinishedRequest, StepLimits, StepPlan
+from cbatch.engine.stopping import StopCondition
+from cbatch.errors import RowError
+
+VOCAB_SIZE = 7
+EOS = 0
+
+
+def make_cache(
+    num_chunks: int, page_size: int, *, blocks_per_chunk: int = 1, num_layers: int = 1, sharing: bool = True
+) -> CacheManager:
+    """A cache of `num_chunks` usable chunks for one attention type."""
+    pool = CachePool(num_chunks + NUM_RESERVED_CHUNKS, pages_per_chunk=blocks_per_chunk * num_layers)
+    allocator = FullAttentionCacheAllocator(pool, tuple(range(num_layers)), page_size)
+    return CacheManager(pool, [allocator], allow_block_sharing=sharing)
+
+
+def make_request(
+    request_id: int, token_ids: Sequence[int], max_tokens: int, *, eos: bool = False, created_at: float = 0.0
+) -> Request:
+    """A request as the engine queues it, for one attention type."""
+    return Request(
+        prompt=Prompt(request_id, list(token_ids), SamplingParams(max_tokens=max_tokens)),
+        max_tokens=max_tokens,
+        created_at=created_at,
+        stopping=StopCondition(frozenset({EOS}) if eos else frozenset(), strings=None),
+        token_ids=list(token_ids),
+        tables=[[]],
+    )
+
+
+def fingerprints(token_ids: Sequence[int]) -> list[int]:
+    """One number per token that stands for it and all before it, as its KV does."""
+    result: list[int] = []
+    state = 0
+    for token in token_ids:
+        state = hash((state, token))
+        result.append(state)
+    return result
+
+
+def toy_model(token_ids: Sequence[int]) -> int:
+    """The next token: depends on the whole history."""
+    return fingerprints(token_ids)[-1] % VOCAB_SIZE
+
+
+def completion(token_ids: Sequence[int], max_tokens: int, *, eos: bool = False) -> list[int]:
+    """What the toy model generates where nothing is scheduled, cached or shared."""
+    history = list(token_ids)
+    for _ in range(max_tokens):
+        history.append(toy_model(history))
+        if eos and history[-1] == EOS:
+            break
+    return history[len(token_ids) :]
+
+
+@dataclass
+class FakeRunner:
+    """Computes steps with the toy model over a KV store of fingerprints."""
+
+    cache: CacheManager
+    failing: dict[int, int] = field(default_factory=dict)  # request id → tokens that it generates before it fails
+    num_computed: int = 0
+    _pages: dict[int, list[object]] = field(default_factory=dict)
+
+    def run(self, plan: StepPlan) -> list[int | RowError]:
+        self._poison_free_pages()
+        for item in plan.items:
+            self._write(item.request, item.num_computed_before, item.num_computed_before + item.num_tokens)
+        for item in plan.items:
+            self._check_context(item.request, item.num_computed_before + item.num_tokens)
+        return [self._sample(item.request) for item in plan.items if item.samples]
+
+    def _sample(self, request: Request) -> int | RowError:
+        if self.failing.get(request.request_id) == request.num_generated:
+            return RowError("failed", "as the test wants it")
+        return toy_model(request.token_ids)
+
+    def _write(self, request: Request, start: int, stop: int) -> None:
+        self.num_computed += stop - start
+        values = fingerprints(request.token_ids[:stop])
+        for allocator, table in zip(self.cache.allocators, request.tables, strict=True):
+            assert isinstance(allocator, FullAttentionCacheAllocator)
+            size = allocator.page_size
+            for position in range(start, stop):
+                block = table[position // size]
+                assert allocator.ref_count(block) == 1, "writes into a block that another request reads"
+                assert not allocator.index.holds(block), "writes into a block that others may find"
+                for layer, page in zip(allocator.layers, self.pages_of(block, len(allocator.layers)), strict=True):
+                    self._pages.setdefault(page, [None] * size)[position % size] = (layer, values[position])
+
+    def _check_context(self, request: Request, stop: int) -> None:
+        values = fingerprints(request.token_ids[:stop])
+        for allocator, table in zip(self.cache.allocators, request.tables, strict=True):
+            window = allocator.read_window(table, request.num_computed_tokens, stop)
+            assert window.start == 0
+            size = allocator.page_size
+            for i, block in enumerate(window.blocks):
+                expected = values[i * size : (i + 1) * size]
+                for layer, page in zip(allocator.layers, self.pages_of(block, len(allocator.layers)), strict=True):
+                    held = self._pages.get(page, [])[: len(expected)]
+                    assert held == [(layer, value) for value in expected], f"block {i} of {request.request_id} is wrong"
+
+    def pages_of(self, block: int, num_layers: int) -> list[int]:
+        """The page of every layer of a block, by the drawing in pool.py."""
+        return [block + lane * self.cache.pool.num_chunks for lane in range(num_layers)]
+
+    def _poison_free_pages(self) -> None:
+        """Lose the content of every block that is neither in a table nor findable."""
+        kept: set[int] = set()
+        for allocator in self.cache.allocators:
+            assert isinstance(allocator, FullAttentionCacheAllocator)
+            for block in [*allocator._ref_counts, *allocator._initialized]:
+                kept.update(self.pages_of(block, len(allocator.layers)))
+        self._pages = {page: held for page, held in self._pages.items() if page in kept}
+
+
+def check_cache(cache: CacheManager, requests: Sequence[Request]) -> None:
+    """Recount the whole cache from the tables of all unfinished `requests`."""
+    pool = cache.pool
+    chunks = list(pool._free)
+    pages: list[int] = []
+    for i, allocator in enumerate(cache.allocators):
+        assert isinstance(allocator, FullAttentionCacheAllocator)
+        num_layers, tables = len(allocator.layers), [request.tables[i] for request in requests]
+        assert all(len(set(table)) == len(table) for table in tables)
+        owned = Counter(block for table in tables for block in table)
+        assert allocator._ref_counts == dict(owned)
+        assert allocator.num_owned_blocks == len(owned)
+        initialized, uninitialized = set(allocator._initialized), set(allocator._uninitialized._free)
+        blocks = [*owned, *initialized, *uninitialized]
+        assert len(set(blocks)) == len(blocks), "a block is in two states"
+        assert allocator.num_free_blocks == len(initialized) + len(uninitialized)
+        # The chunks that it has are wholly cut into blocks, and one that nothing is in has gone back.
+        in_use = Counter(block % pool.num_chunks for block in [*owned, *initialized])
+        assert allocator._uninitialized._num_taken == dict(in_use)
+        per_chunk = pool.pages_per_chunk // num_layers
+        stride = num_layers * pool.num_chunks
+        assert set(blocks) == {chunk + k * stride for chunk in in_use for k in range(per_chunk)}
+        chunks += in_use
+        pages += [block + lane * pool.num_chunks for block in blocks for lane in range(num_layers)]
+        known = allocator.index._hash_of
+        assert {digest: block for block, digest in known.items()} == allocator.index._block_of
+        assert initialized <= known.keys() <= initialized | owned.keys()
+        _check_shared(allocator.page_size, i, requests)
+    assert sorted(chunks) == list(range(NUM_RESERVED_CHUNKS, pool.num_chunks)), "a chunk is lost, doubled or reserved"
+    assert len(set(pages)) == len(pages), "two blocks overlap"
+    assert all(page < pool.num_chunks * pool.pages_per_chunk for page in pages)
+    assert all(page % pool.num_chunks >= NUM_RESERVED_CHUNKS for page in pages)
+
+
+def _check_shared(page_size: int, type_index: int, requests: Sequence[Request]) -> None:
+    """A block in several tables is complete, and at the end of the same tokens in all of them."""
+    holders: dict[int, list[tuple[Request, int]]] = {}
+    for request in requests:
+        for at, block in enumerate(request.tables[type_index]):
+            holders.setdefault(block, []).append((request, (at + 1) * page_size))
+    for held in holders.values():
+        if len(held) > 1:
+            assert len({tuple(request.token_ids[:end]) for request, end in held}) == 1
+            assert all(request.num_computed_tokens >= end == len(request.token_ids[:end]) for request, end in held)
+
+
+@dataclass
+class Harness:
+    """A fifo scheduler driven step by step over the fake runner, everything checked at every step."""
+
+    cache: CacheManager
+    limits: StepLimits
+    failing: dict[int, int] = field(default_factory=dict)
+    num_steps: int = 0
+    num_soft_resets: int = 0
+    finished: list[FinishedRequest] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.scheduler = FifoScheduler(self.cache, self.limits)
+        self.runner = FakeRunner(self.cache, self.failing)
+        self._requests: dict[int, Request] = {}
+        self._started: dict[int, float] = {}
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self._requests[request.request_id] = request
+            self.scheduler.add(request)
+
+    def step(self) -> StepPlan:
+        """Schedule, run, update; the time is the number of the step, and half a step later when it has run."""
+        plan = self.scheduler.schedule(float(self.num_steps))
+        self.num_steps += 1
+        self.num_soft_resets += plan.num_soft_resets
+        self._check_plan(plan)
+        check_cache(self.cache, list(self._requests.values()))
+        finished = self.scheduler.update(plan, self.runner.run(plan), self.num_steps - 0.5)
+        for request in (f.request for f in finished):
+            assert request.status is RequestStatus.FINISHED
+            del self._requests[request.request_id]
+        self.finished += finished
+        check_cache(self.cache, list(self._requests.values()))
+        return plan
+
+    def run(self, max_steps: int = 10_000) -> list[FinishedRequest]:
+        """Step until nothing is left."""
+        while self.scheduler.has_work:
+            assert self.num_steps < max_steps, "no end in sight"
+            self.step()
+        # Nothing computes, so nothing may be waited for, and nothing is owned.
+        assert not self.cache._in_flight
+        assert self.cache.usage == 0
+        return self.finished
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        assert plan.items, "requests are there and none runs"
+        active = self.scheduler.active
+        requests = [item.request for item in plan.items]
+        assert len(set(requests)) == len(requests) <= len(active) <= self.limits.max_requests_per_batch
+        assert set(requests) <= set(active)
+        assert plan.num_tokens == sum(item.num_tokens for item in plan.items) <= self.limits.max_batch_tokens
+        pages = 0
+        for item in plan.items:
+            request, stop = item.request, item.num_computed_before + item.num_tokens
+            assert request.scheduled_at == self._started.setdefault(request.request_id, self.num_steps - 1.0)
+            assert 0 < item.num_tokens <= request.num_uncomputed
+            assert item.num_computed_before == request.num_computed_tokens
+            size = self.cache.allocators[0].page_size
+            assert all(len(table) * size >= stop for table in request.tables), "no slots for the step's tokens"
+            pages += len(range(0, stop, size))
+        assert plan.num_pages_read == pages <= self.limits.max_pages_read
+        assert set(active) | set(self.scheduler.waiting) == set(self._requests.values())
+        assert len(active) + len(self.scheduler.waiting) == len(self._requests)

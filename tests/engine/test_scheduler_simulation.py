@@ -1,0 +1,275 @@
+"""The scheduler against a plodding simulation, and what it schedules against a toy model over a KV store.
+
+`Twin` follows the spec's words with lists alone. It keeps no counter, hash or index: whatever it needs to know it
+finds by looking at everything. Both must choose the same steps; the fake runner checks every slot that is read.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from cbatch.engine.request import Request
+from cbatch.engine.scheduler import StepLimits, StepPlan
+from cbatch.errors import RowError
+from tests.engine.fakes import Harness, completion, make_cache, make_request, toy_model
+
+SEED_OF_OTHERS = 1420  # where a request comes back to more of its prompt in the cache than it had computed
+Content = tuple[int, ...]  # a block's tokens and all before it
+
+
+@dataclass(eq=False)
+class Block:
+    content: Content | None = None  # once completed; None as well where an equal block was there before
+
+
+@dataclass(eq=False)
+class Job:
+    job_id: int
+    tokens: list[int]
+    end: int  # of the tokens, at which it is done
+    eos: bool
+    fails_at: int | None
+    blocks: list[Block] = field(default_factory=list)
+    computed: int = 0
+    announced: list[Content] = field(default_factory=list)  # contents that it was first to say it would compute
+
+
+class Twin:
+    """Fifo scheduling with prefix sharing, the slow way."""
+
+    def __init__(self, num_blocks: int, page_size: int, limits: StepLimits, *, sharing: bool) -> None:
+        self.num_blocks, self.page_size, self.limits, self.sharing = num_blocks, page_size, limits, sharing
+        self.waiting: list[Job] = []
+        self.active: list[Job] = []
+        self.cached: list[Block] = []  # completed, owned by nobody, oldest first
+
+    # The cache, counted anew each time
+
+    def owned(self) -> list[Block]:
+        return list(dict.fromkeys(block for job in self.active for block in job.blocks))
+
+    def num_free(self) -> int:
+        return self.num_blocks - len(self.owned())
+
+    def num_pages(self, num_tokens: int) -> int:
+        return len(range(0, num_tokens, self.page_size))
+
+    def contents(self, tokens: list[int]) -> list[Content]:
+        size = self.page_size
+        return [tuple(tokens[:end]) for end in range(size, len(tokens) + 1, size)] if self.sharing else []
+
+    def find(self, content: Content) -> Block | None:
+        return next((block for block in self.owned() + self.cached if block.content == content), None)
+
+    def grow(self, job: Job, num_tokens: int) -> bool:
+        missing = self.num_pages(num_tokens) - len(job.blocks)
+        if missing > self.num_free():
+            return False
+        for _ in range(missing):
+            if len(self.owned()) + len(self.cached) == self.num_blocks:
+                self.cached.pop()
+            job.blocks.append(Block())
+        return True
+
+    def give_back(self, job: Job, *, failed: bool = False) -> None:
+        """Called when the job is no longer active."""
+        for block in job.blocks:
+            if failed:
+                block.content = None
+            if block.content is not None and block not in self.owned():
+                self.cached.append(block)
+        job.blocks, job.computed, job.announced = [], 0, []
+
+    # A step
+
+    def schedule(self) -> tuple[list[tuple[int, int, int]], int]:
+        """Return (job, first token, tokens) of the step, and how many soft resets it took."""
+        items: list[tuple[Job, int]] = []
+        resets = 0
+        starved = self.schedule_active(items)
+        if not starved:
+            self.admit(items)
+        while not items and self.active:
+            job = self.active.pop()
+            self.give_back(job)
+            self.waiting.insert(0, job)
+            resets += 1
+            self.schedule_active(items)
+        return [(job.job_id, job.computed, count) for job, count in items], resets
+
+    def schedule_active(self, items: list[tuple[Job, int]]) -> bool:
+        starved = False
+        decodes = [job for job in self.active if len(job.tokens) - job.computed == 1]
+        for job in decodes + [job for job in self.active if job not in decodes]:
+            count = self.share_of(job, items)
+            if count and self.grow(job, job.computed + count):
+                items.append((job, count))
+            elif count:
+                starved = True
+        return starved
+
+    def share_of(self, job: Job, items: list[tuple[Job, int]]) -> int:
+        tokens_left = self.limits.max_batch_tokens - sum(count for _, count in items)
+        pages_left = self.limits.max_pages_read - sum(self.num_pages(j.computed + count) for j, count in items)
+        count = min(tokens_left, len(job.tokens) - job.computed)
+        fits = len(items) < self.limits.max_requests_per_batch and self.num_pages(job.computed + count) <= pages_left
+        return count if fits else 0
+
+    def admit(self, items: list[tuple[Job, int]]) -> None:
+        passed: list[Job] = []
+        for job in list(self.waiting):
+            tokens_left = self.limits.max_batch_tokens - sum(count for _, count in items)
+            pages_left = self.limits.max_pages_read - sum(self.num_pages(j.computed + count) for j, count in items)
+            if tokens_left <= 0 or pages_left <= 0 or len(self.active) == self.limits.max_requests_per_batch:
+                return
+            if len(passed) == self.limits.max_requests_per_batch:
+                return
+            usable = [c for c in self.contents(job.tokens) if len(c) < len(job.tokens)]
+            matched: list[Block] = []
+            while len(matched) < len(usable) and (block := self.find(usable[len(matched)])) is not None:
+                matched.append(block)
+            being_computed = [content for other in self.active for content in other.announced]
+            if len(matched) < len(usable) and usable[len(matched)] in being_computed:
+                passed.append(job)
+                continue
+            promised = sum(self.num_pages(len(other.tokens)) - len(other.blocks) for other in self.active)
+            own = self.num_pages(len(job.tokens)) - sum(block not in self.cached for block in matched)
+            if own + promised > self.num_free():
+                return
+            self.waiting.remove(job)
+            self.active.append(job)
+            self.cached = [block for block in self.cached if block not in matched]
+            job.blocks, job.computed = matched, len(matched) * self.page_size
+            for content in self.contents(job.tokens)[len(matched) :]:
+                if content not in being_computed:
+                    job.announced.append(content)
+            if count := self.share_of(job, items):
+                assert self.grow(job, job.computed + count)
+                items.append((job, count))
+
+    def update(self, items: list[tuple[int, int, int]]) -> None:
+        for job_id, before, count in items:
+            job = next(job for job in self.active if job.job_id == job_id)
+            job.computed = before + count
+            for i, content in enumerate(self.contents(job.tokens)):
+                if before < len(content) <= job.computed and self.find(content) is None:
+                    job.blocks[i].content = content
+            job.announced = [content for content in job.announced if len(content) > job.computed]
+            if job.computed < len(job.tokens):
+                continue
+            failed = job.fails_at == job.end - len(job.tokens)
+            if not failed:
+                job.tokens.append(toy_model(job.tokens))
+            if failed or len(job.tokens) == job.end or (job.eos and job.tokens[-1] == 0):
+                self.active.remove(job)
+                self.give_back(job, failed=failed)
+
+
+@dataclass
+class Case:
+    """A random pool, limits, and requests that come in bit by bit."""
+
+    seed: int
+
+    def __post_init__(self) -> None:
+        rng = self.rng = random.Random(self.seed)
+        self.page_size = rng.choice([1, 2, 4, 16])
+        self.sharing = rng.random() < 0.7
+        self.blocks_per_chunk = rng.choice([1, 1, 2, 5])
+        headers = [[rng.randrange(7) for _ in range(rng.randrange(25))] for _ in range(3)]
+        self.requests: list[Request] = []
+        self.failing: dict[int, int] = {}
+        for request_id in range(rng.randrange(1, 25)):
+            prompt = [*rng.choice(headers), *(rng.randrange(7) for _ in range(rng.randrange(1, 12)))]
+            if self.requests and rng.random() < 0.3:
+                prompt = list(rng.choice(self.requests).token_ids)
+            self.requests.append(make_request(request_id, prompt, rng.randrange(1, 20), eos=rng.random() < 0.3))
+            if rng.random() < 0.1:
+                self.failing[request_id] = rng.randrange(self.requests[-1].max_tokens)
+        longest = max(r.num_prompt_tokens + r.max_tokens - 1 for r in self.requests)
+        smallest = -(-longest // (self.page_size * self.blocks_per_chunk))
+        self.num_chunks = max(1, int(smallest * rng.choice([1, 1, 1.2, 1.5, 2, 4])))
+        self.num_blocks = self.num_chunks * self.blocks_per_chunk
+        self.limits = StepLimits(
+            max_batch_tokens=rng.choice([1, 2, 3, self.page_size, rng.randrange(1, 65)]),
+            max_requests_per_batch=rng.randrange(1, 9),
+            max_pages_read=self.num_blocks,
+        )
+
+    def harness(self) -> Harness:
+        cache = make_cache(
+            self.num_chunks,
+            self.page_size,
+            blocks_per_chunk=self.blocks_per_chunk,
+            num_layers=self.rng.choice([1, 3]),
+            sharing=self.sharing,
+        )
+        return Harness(cache, self.limits, self.failing)
+
+    def job(self, request: Request) -> Job:
+        end = request.num_prompt_tokens + request.max_tokens
+        fails_after = self.failing.get(request.request_id)
+        return Job(
+            job_id=request.request_id,
+            tokens=list(request.token_ids),
+            end=end,
+            eos=bool(request.stopping.eos_token_ids),
+            fails_at=None if fails_after is None else request.max_tokens - fails_after,
+        )
+
+
+def triples(plan: StepPlan) -> list[tuple[int, int, int]]:
+    return [(item.request.request_id, item.num_computed_before, item.num_tokens) for item in plan.items]
+
+
+@pytest.mark.parametrize("seeds", [range(start, start + 20) for start in (0, 20, 40, 60, SEED_OF_OTHERS)])
+def test_every_step_is_the_plodding_ones_and_every_token_the_models(seeds: range) -> None:
+    totals = {"resets": 0, "cached": 0, "failed": 0, "steps": 0}
+    for seed in seeds:
+        case = Case(seed)
+        harness = case.harness()
+        twin = Twin(case.num_blocks, case.page_size, case.limits, sharing=case.sharing)
+        coming = list(case.requests)
+        while coming or harness.scheduler.has_work:
+            for _ in range(case.rng.randrange(4)):
+                if coming:
+                    twin.waiting.append(case.job(coming[0]))
+                    harness.add(coming.pop(0))
+            if not harness.scheduler.has_work:
+                continue
+            assert harness.num_steps < 5_000, f"seed {seed} does not end"
+            expected, resets = twin.schedule()
+            plan = harness.step()
+            assert (triples(plan), plan.num_soft_resets) == (expected, resets), f"seed {seed}"
+            twin.update(expected)
+            assert [r.request_id for r in harness.scheduler.waiting] == [job.job_id for job in twin.waiting]
+            assert [r.request_id for r in harness.scheduler.active] == [job.job_id for job in twin.active]
+            assert harness.cache.usage == pytest.approx(len(twin.owned()) / case.num_blocks)
+        check_results(case, harness)
+        totals["resets"] += harness.num_soft_resets
+        totals["cached"] += sum(r.cached_tokens for r in case.requests)
+        totals["failed"] += len(case.failing)
+        totals["steps"] += harness.num_steps
+    assert all(totals.values()), f"the cases are too tame: {totals}"
+
+
+def check_results(case: Case, harness: Harness) -> None:
+    """Every request ended with the toy model's own tokens, and its counts add up."""
+    assert {f.request.request_id for f in harness.finished} == {r.request_id for r in case.requests}
+    for request, outcome in ((f.request, f.outcome) for f in harness.finished):
+        prompt, generated = request.prompt.token_ids, request.token_ids[request.num_prompt_tokens :]
+        expected = completion(prompt, request.max_tokens, eos=bool(request.stopping.eos_token_ids))
+        fails_after = case.failing.get(request.request_id, request.max_tokens)
+        assert generated == expected[:fails_after]
+        assert isinstance(outcome, RowError) == (fails_after < len(expected))
+        # Each token's KV but the last one's is computed once or found, and once more for each reset at most.
+        num_stored = len(prompt) + len(generated) - (0 if isinstance(outcome, RowError) else 1)
+        assert request.cached_tokens + request.computed_tokens == num_stored
+        assert request.cached_tokens < len(prompt)
+        assert request.recomputed_tokens <= request.preemptions * num_stored
+        assert len(request.token_times) == len(generated)
+    assert harness.runner.num_computed == sum(r.computed_tokens + r.recomputed_tokens for r in case.requests)
+    assert harness.num_soft_resets == sum(r.preemptions for r in case.requests)
