@@ -65,3 +65,11 @@ class JobConfig:
     max_errors: int | None = None  # end the job early at this many row errors
     error_tolerance: float = 0.0  # share of rows that may fail with exit code 0
     seed: int = 0  # rows without a seed of their own get one hashed from this and their key
+    restart: bool = False  # forget the finished rows of earlier runs
+    retry_errors: bool = False  # run the rows again that failed
+    checkpoint_dir: str | None = None  # where the journal is kept; None: beside the output
+    force_unlock: bool = False  # take the output's lock from whoever holds it
+    grace: float = 20.0  # seconds that running rows get to finish after a signal
+    interrupted_exit_code: int = 75  # of a run that a signal stopped in order
+    goodput_ttft: float | None = None  # seconds to the first token that a good row keeps
+    goodput_itl: float | None = None  # mean seconds between tokens that a good row keeps

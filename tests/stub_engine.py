@@ -99,6 +99,7 @@ class StubEngine:
     stats: EngineStats = field(default_factory=EngineStats)
     step_s: float = 0.0  # how long a step takes
     fail_at_step: int | None = None
+    num_started: int = 0
     log: Path | None = None  # every prompt that starts is written here, a line of its text each
     _waiting: list[_Running] = field(default_factory=list)
     _running: list[_Running] = field(default_factory=list)
@@ -141,6 +142,7 @@ class StubEngine:
     def _start(self, request: _Running) -> None:
         request.scheduled_at = time.time()
         self._running.append(request)
+        self.num_started += 1
         self.stats.prompt_tokens += len(request.prompt.token_ids)
         self.stats.computed_tokens += len(request.prompt.token_ids)
         if self.log is not None:
@@ -235,6 +237,7 @@ def load_from_environment(config: EngineConfig) -> StubEngine:
 
 def main() -> int:
     """Run the real command line with the stub in the engine's place."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     engine_module = ModuleType("cbatch.engine.engine")
     engine_module.Engine = type("Engine", (), {"load": staticmethod(load_from_environment)})  # type: ignore[attr-defined]
     sys.modules["cbatch.engine.engine"] = engine_module

@@ -27,6 +27,7 @@ _CRC_BYTES = len(_CRC % 0)
 _KEY_START = b'"key": "'
 _HEAD_END = b', "columns": '
 _KEY_HEX = 32
+_OK = b'", "ok": '  # what stands between a key and "true" or "false"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Head:
 
     key: bytes
     ok: bool
+    attempt: int  # how often it was run, from 1
     session: int  # the number of the process that ran it, from 1
     generate_s: float = 0.0  # seconds of generation in that session when it finished
     computed_tokens: int = 0
@@ -46,6 +48,7 @@ class Head:
         return {
             "key": self.key.hex(),
             "ok": self.ok,
+            "attempt": self.attempt,
             "session": self.session,
             "generate_s": round(self.generate_s, 6),
             "computed_tokens": self.computed_tokens,
@@ -67,8 +70,9 @@ class Entry:
 class Recovery:
     """What was found in a journal that was there already."""
 
-    num_sessions: int = 0
-    num_damaged: int = 0  # lines that a crash tore
+    num_sessions: int
+    num_damaged: int  # lines that a crash tore
+    facts: dict[str, Any]  # what the last session wrote down of itself
 
 
 class Journal:
@@ -91,14 +95,16 @@ class Journal:
     def recover(self, add: Callable[[Head, int], None]) -> Recovery:
         """Give every whole entry with its offset to `add`, in order, and cut off what a crash left at the end."""
         num_sessions = num_damaged = good_end = 0
+        facts: dict[str, Any] = {}
         complete = True
         for offset, line in self._lines():
             head = _parse_head(line)
             if head is None:
                 num_damaged += bool(line.strip(b"\x00\n"))
                 continue
-            if isinstance(head, int):
-                num_sessions = max(num_sessions, head)
+            if isinstance(head, dict):
+                num_sessions = max(num_sessions, head.pop("session"))
+                facts |= head
             else:
                 add(head, offset)
                 num_sessions = max(num_sessions, head.session)
@@ -109,10 +115,10 @@ class Journal:
             self._size = good_end
             if not complete:
                 self._write(b"\n")
-        return Recovery(num_sessions, num_damaged)
+        return Recovery(num_sessions, num_damaged, facts)
 
-    def start_session(self, number: int, facts: dict[str, Any]) -> None:
-        """Write down that a process begins to work on the job."""
+    def note_session(self, number: int, facts: dict[str, Any]) -> None:
+        """Write down the process that works on the job, or more about it."""
         self._append({"session": number, **facts})
         self.sync()
 
@@ -132,6 +138,11 @@ class Journal:
         """Say whether the entry at an offset is the one with this key."""
         start = offset + _CRC_BYTES + len(_KEY_START)
         return os.pread(self._file, _KEY_HEX, start) == key.hex().encode()
+
+    def is_ok(self, offset: int) -> bool:
+        """Say whether the entry at an offset is of a row that did not fail."""
+        start = offset + _CRC_BYTES + len(_KEY_START) + _KEY_HEX + len(_OK)
+        return os.pread(self._file, 1, start) == b"t"
 
     def sync(self) -> None:
         """Make everything written durable. Raises OutputError."""
@@ -190,12 +201,13 @@ class Journal:
             start += len(chunk)
 
 
-def _parse_head(line: bytes) -> Head | int | None:
-    """Return an entry's head, the number of a session's first line, or None for a line that is not whole."""
+def _parse_head(line: bytes) -> Head | dict[str, Any] | None:
+    """Return an entry's head, what a session wrote down of itself, or None for a line that is not whole."""
     body = line[_CRC_BYTES:]
     if line[:_CRC_BYTES] != (_CRC % zlib.crc32(body if body.endswith(b"\n") else body + b"\n")).encode():
         return None
     if not body.startswith(_KEY_START):
-        return int(json.loads(b"{" + body)["session"])
+        facts: dict[str, Any] = json.loads(b"{" + body)
+        return facts
     fields = json.loads(b"{" + body[: body.index(_HEAD_END)] + b"}")
     return Head(bytes.fromhex(fields.pop("key")), **fields)

@@ -43,3 +43,8 @@ def row_seed(job_seed: int, key: bytes) -> int:
 
 def _hash(*parts: bytes) -> bytes:
     return hashlib.blake2b(_FIELD_SEPARATOR.join(parts), digest_size=KEY_BYTES).digest()
+
+
+def job_identity(model: bytes, generation_config: str, job_seed: int) -> bytes:
+    """Hash what all rows of a job have in common and their answers depend on."""
+    return _hash(b"job", model, generation_config.encode(), str(job_seed).encode())

@@ -1,16 +1,22 @@
 """Which rows the input held so far and which of them are finished, by key, in at most 24 bytes a row.
 
-Filled from the journal at the start, then asked by the feeder for every row in input order, and by nobody else.
+Filled from the journal at the start, then asked by the reader for every row in input order, and by nobody else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from cbatch.jobs.compact import FlatTable, PartitionedTable
 from cbatch.jobs.keys import row_key
 
 FINGERPRINT_BYTES = 8
+_OFFSET_BITS = 46  # 64 TiB of journal
+_ATTEMPT_BITS = 16
+_OFFSET_MASK = (1 << _OFFSET_BITS) - 1
+_ATTEMPT_MASK = (1 << _ATTEMPT_BITS) - 1
+_RETRY = 1 << _OFFSET_BITS + _ATTEMPT_BITS
 
 
 def fingerprint(key: bytes) -> int:
@@ -18,25 +24,33 @@ def fingerprint(key: bytes) -> int:
     return int.from_bytes(key[:FINGERPRINT_BYTES], "little")
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What is known of a row: its key, where the journal has it if it is finished, and how often it was run so far."""
+
+    key: bytes
+    offset: int | None
+    num_attempts: int = 0
+
+
 class Ledger:
     """Counts occurrences and hands out finished rows, each once.
 
-    A row takes one slot, in `finished` or in `seen`; only rows that come again take one more, in `repeats`. Two keys
-    that share a fingerprint are told apart in `finished` by `verify`; elsewhere they merely count as equal rows,
+    A row takes one slot, in `_finished` or in `_seen`; only rows that come again take one more, in `_repeats`. Two keys
+    that share a fingerprint are told apart in `_finished` by `verify`; elsewhere they merely count as equal rows,
     which gives the later one another occurrence, the same in every run.
     """
 
     def __init__(self, num_finished: int = 0, verify: Callable[[int, bytes], bool] | None = None) -> None:
         """Make room for `num_finished` rows; `verify` says whether the journal's entry at an offset has a key."""
-        self._finished = FlatTable("q", num_finished)
+        self._finished = FlatTable("q", num_finished)  # offset, attempts, retry; the complement once claimed
         self._verify = verify or (lambda _offset, _key: True)
         self._seen = PartitionedTable(None)
         self._repeats = PartitionedTable("I")
-        self.num_replayed = 0
+        self.num_replayed = 0  # finished rows that the input asked for
 
-    @property
-    def num_finished(self) -> int:
-        """Rows that the journal held, each counted once."""
+    def __len__(self) -> int:
+        """Count the rows that the journal held, each once."""
         return len(self._finished)
 
     @property
@@ -44,39 +58,43 @@ class Ledger:
         """Memory of the tables."""
         return self._finished.num_bytes + self._seen.num_bytes + self._repeats.num_bytes
 
-    def add_finished(self, key: bytes, offset: int) -> None:
-        """Remember the journal's entry of a finished row; a later one takes the place of an earlier."""
-        self._finished.put(fingerprint(key), offset)
+    def add(self, key: bytes, offset: int, attempt: int, *, retry: bool = False) -> None:
+        """Remember the journal's entry of a row, in the place of an earlier one; `retry` has it run again."""
+        attempt = min(attempt, _ATTEMPT_MASK)
+        self._finished.put(fingerprint(key), offset | attempt << _OFFSET_BITS | (_RETRY if retry else 0))
 
-    def claim(self, base: bytes) -> tuple[bytes, int | None]:
-        """Return the key of the next row with this base key, and where the journal has it if it is finished."""
+    def claim(self, base: bytes) -> Claim:
+        """Give the next row with this base key its key, and what the journal holds of it."""
         occurrence = self._count(base)
         key = row_key(base, occurrence)
-        offset = self._find_finished(key)
-        if offset is None or offset < 0:
+        entry = self._find(key)
+        if entry is None or entry < 0:
             if occurrence == 0:
                 self._seen.put(fingerprint(base))
-            return key, None
-        self._finished.put(fingerprint(key), ~offset)
+            return Claim(key, None)
+        self._finished.put(fingerprint(key), ~entry)
+        num_attempts = entry >> _OFFSET_BITS & _ATTEMPT_MASK
+        if entry & _RETRY:
+            return Claim(key, None, num_attempts)
         self.num_replayed += 1
-        return key, offset
+        return Claim(key, entry & _OFFSET_MASK, num_attempts)
 
     def _count(self, base: bytes) -> int:
         """How many rows with this base key came before; counts this one."""
         mark = fingerprint(base)
         repeats = self._repeats.get(mark)
         if repeats is None:
-            offset = self._find_finished(base)
-            is_new = offset >= 0 if offset is not None else self._seen.get(mark) is None
+            entry = self._find(base)
+            is_new = entry >= 0 if entry is not None else self._seen.get(mark) is None
             if is_new:
                 return 0
             repeats = 1
         self._repeats.put(mark, repeats + 1)
         return repeats
 
-    def _find_finished(self, key: bytes) -> int | None:
-        """The offset of a key's entry; its complement (negative) where the row was claimed already."""
-        offset = self._finished.get(fingerprint(key))
-        if offset is None or not self._verify(offset if offset >= 0 else ~offset, key):
+    def _find(self, key: bytes) -> int | None:
+        """The journal's entry of a key; its complement (negative) where the row was claimed already."""
+        entry = self._finished.get(fingerprint(key))
+        if entry is None or not self._verify((entry if entry >= 0 else ~entry) & _OFFSET_MASK, key):
             return None
-        return offset
+        return entry

@@ -17,13 +17,15 @@ TEXTS = ["plain", "é漢👍", "a\u2028b\u0085c\x0bd", 'quote " , "columns": {',
 
 
 def entry(number: int, text: str = "text") -> Entry:
-    head = Head(number.to_bytes(16, "big"), ok=True, session=1, generate_s=1.25, computed_tokens=7)
+    head = Head(
+        number.to_bytes(16, "big"), ok=number % 2 == 0, attempt=1, session=1, generate_s=1.25, computed_tokens=7
+    )
     return Entry(head, {"id": number, "big": 2**70, "text": text}, {"row": number, "completion": text, "error": None})
 
 
 def write(path: Path, num_rows: int = 3) -> list[int]:
     journal = Journal(path)
-    journal.start_session(1, {"host": "node7"})
+    journal.note_session(1, {"host": "node7"})
     offsets = [journal.append(entry(number, TEXTS[number % len(TEXTS)])) for number in range(num_rows)]
     journal.sync()
     journal.close()
@@ -45,6 +47,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     for number, offset in found.items():
         assert journal.read(offset) == entry(number, TEXTS[number])
         assert journal.has_key(offset, number.to_bytes(16, "big"))
+        assert journal.is_ok(offset) == (number % 2 == 0)
         assert not journal.has_key(offset, (99).to_bytes(16, "big"))
     journal.close()
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cbatch.errors import RowError
 from cbatch.jobs.compact import FlatTable, PartitionedTable
 from cbatch.jobs.keys import base_key, failed_key, row_key, row_seed
-from cbatch.jobs.ledger import Ledger
+from cbatch.jobs.ledger import Claim, Ledger
 from cbatch.jobs.rendering import Rendered
 
 TEXT = Rendered("text", "hello")
@@ -48,7 +48,7 @@ def bases(letters: str) -> list[bytes]:
 
 def test_equal_rows_have_keys_of_their_own() -> None:
     ledger = Ledger()
-    keys = [ledger.claim(base)[0] for base in bases("abaaba")]
+    keys = [ledger.claim(base).key for base in bases("abaaba")]
     assert len(set(keys)) == 6
     assert keys[:2] == bases("ab")
 
@@ -56,15 +56,15 @@ def test_equal_rows_have_keys_of_their_own() -> None:
 @given(st.text("abcd", max_size=40), st.text("abcd", max_size=10), st.sets(st.integers(0, 39)))
 def test_a_resumed_input_meets_its_finished_rows_once_each(rows: str, appended: str, finished: set[int]) -> None:
     first = Ledger()
-    keys = [first.claim(base)[0] for base in bases(rows)]
+    keys = [first.claim(base).key for base in bases(rows)]
     offsets = {keys[place]: place * 10 for place in finished if place < len(keys)}
     resumed = Ledger(len(offsets))
     for key, offset in offsets.items():
-        resumed.add_finished(key, offset)
+        resumed.add(key, offset, 1)
     claims = [resumed.claim(base) for base in bases(rows + appended)]
-    assert [key for key, _ in claims[: len(keys)]] == keys
-    assert [offset for _, offset in claims] == [offsets.get(key) for key, _ in claims]
-    assert len({key for key, _ in claims}) == len(claims)
+    assert [claim.key for claim in claims[: len(keys)]] == keys
+    assert [claim.offset for claim in claims] == [offsets.get(claim.key) for claim in claims]
+    assert len({claim.key for claim in claims}) == len(claims)
     assert resumed.num_replayed == len(offsets)
 
 
@@ -76,9 +76,19 @@ def test_a_finished_row_is_taken_only_if_its_whole_key_is_right() -> None:
         return key == b"a" * 16
 
     ledger = Ledger(2, verify)
-    ledger.add_finished(b"a" * 16, 7)
-    assert ledger.claim(b"a" * 8 + b"b" * 8) == (b"a" * 8 + b"b" * 8, None)
+    ledger.add(b"a" * 16, 7, 1)
+    assert ledger.claim(b"a" * 8 + b"b" * 8) == Claim(b"a" * 8 + b"b" * 8, None)
     assert asked
+
+
+def test_a_row_to_retry_is_run_again_and_knows_how_often_it_was() -> None:
+    ledger = Ledger(2)
+    ledger.add(b"a" * 16, 7, 1, retry=True)
+    ledger.add(b"a" * 16, 2**40, 3, retry=True)
+    ledger.add(b"b" * 16, 2**45, 2)
+    assert ledger.claim(b"a" * 16) == Claim(b"a" * 16, None, 3)
+    assert ledger.claim(b"b" * 16) == Claim(b"b" * 16, 2**45, 2)
+    assert ledger.claim(b"a" * 16).num_attempts == 0, "the second occurrence never ran"
 
 
 @given(st.lists(st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 2**63, 2**32]), max_size=200))
@@ -103,13 +113,13 @@ def test_the_memory_of_keys_stays_in_its_budget() -> None:
     assert fresh.num_bytes <= 14 * num_rows
     resumed = Ledger(num_rows)
     for offset, base in enumerate(distinct):
-        resumed.add_finished(base, offset)
+        resumed.add(base, offset, 1)
     for base in distinct:
-        assert resumed.claim(base)[1] is not None
+        assert resumed.claim(base).offset is not None
     assert resumed.num_bytes <= 21 * num_rows
     twice = Ledger()
     counts: Counter[bytes] = Counter()
     for base in distinct[: num_rows // 2] * 2:
-        counts[twice.claim(base)[0]] += 1
+        counts[twice.claim(base).key] += 1
     assert max(counts.values()) == 1
     assert twice.num_bytes <= 18 * num_rows

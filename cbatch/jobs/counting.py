@@ -1,0 +1,60 @@
+"""How many rows the input will have, for the bar and the time left; found on the side while the job runs.
+
+A guess where lines are blank, nothing for what can be read only once or would have to be fetched. Where the exact
+number decides, rows are read instead.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from cbatch.errors import CbatchError
+from cbatch.io.sources import JSONL, FilePart, Part, Source
+from cbatch.io.streams import read_chunks
+
+PARQUET_MAGIC = b"PAR1"
+
+
+class RowCount:
+    """The number of rows in the input, counted on a thread of its own."""
+
+    def __init__(self, source: Source, limit: int | None) -> None:
+        self._source = source
+        self._limit = limit
+        self.value: int | None = None  # None until it is known, and for good where it cannot be
+
+    def start(self) -> None:
+        """Begin to count."""
+        threading.Thread(target=self._run, name="cbatch-counter", daemon=True).start()
+
+    def _run(self) -> None:
+        total = 0
+        for part in self._source.parts:
+            try:
+                num_rows = count_rows(part)
+            except (CbatchError, OSError):  # whoever reads the rows says so
+                return
+            if num_rows is None:
+                return
+            total += num_rows
+            if self._limit is not None and total >= self._limit:
+                break
+        self.value = total if self._limit is None else min(total, self._limit)
+
+
+def count_rows(part: Part) -> int | None:
+    """Count the rows of a local file without parsing them; None where that cannot be done."""
+    if not isinstance(part, FilePart) or not Path(part.name).is_file():
+        return None
+    if part.format.magic == PARQUET_MAGIC:
+        import pyarrow.parquet as pq
+
+        return int(pq.read_metadata(part.name).num_rows)
+    if part.format is not JSONL:
+        return None
+    num_lines, ended = 0, True
+    for chunk in read_chunks(part.name):
+        num_lines += chunk.count(b"\n")
+        ended = chunk.endswith(b"\n")
+    return num_lines + (not ended)

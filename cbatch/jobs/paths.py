@@ -1,0 +1,54 @@
+"""Where a job's files are: the output as named by the user, and what lies beside it. Used by everything in jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cbatch.errors import UsageError
+from cbatch.io.atomic import check_writable
+from cbatch.io.sinks import check_output
+
+
+@dataclass(frozen=True, slots=True)
+class JobPaths:
+    """The files of one job."""
+
+    output: Path
+    report: Path
+    journal: Path
+    lock: Path
+
+    @classmethod
+    def of(cls, output: str, checkpoint_dir: str | None = None) -> JobPaths:
+        """Name the files after the output, the journal in `checkpoint_dir` where one is given."""
+        path = Path(output)
+        folder = Path(checkpoint_dir) if checkpoint_dir is not None else path.parent
+        return cls(
+            output=path,
+            report=path.with_name(f"{path.name}.report.json"),
+            journal=folder / f"{path.name}.journal.jsonl",
+            lock=path.with_name(f"{path.name}.lock"),
+        )
+
+    def check(self, inputs: Iterable[str]) -> None:
+        """Check, by trial, that everything can be written and overwrites no input. Raises UsageError, OutputError."""
+        check_output(str(self.output))
+        if not self.journal.parent.is_dir():
+            raise UsageError(
+                f"the checkpoint directory {self.journal.parent} does not exist", hint=f"mkdir -p {self.journal.parent}"
+            )
+        if self.journal.parent != self.output.parent:
+            check_writable(self.journal)
+        for name in inputs:
+            for path in (self.output, self.report, self.journal, self.lock):
+                if _same_file(name, path):
+                    raise UsageError(f"the input {name} would be overwritten by this job", hint="name another output")
+
+
+def _same_file(name: str, path: Path) -> bool:
+    try:
+        return Path(name).samefile(path)
+    except (OSError, ValueError):
+        return False

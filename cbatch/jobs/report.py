@@ -1,0 +1,108 @@
+"""`OUT.report.json`: what a job was, what it did and how fast. Called once the output is there.
+
+Everything about rows and tokens is computed from the output's rows, over all sessions that they come from; steps and
+settings are those of the last session that ran the model. Speed is output tokens over the seconds of generation only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from cbatch.config import EngineConfig, JobConfig
+from cbatch.engine.stats import EngineStats
+from cbatch.io.atomic import AtomicFile
+from cbatch.jobs.totals import Totals
+
+PACKAGES = ("cbatch", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
+SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "SLURM_RESTART_COUNT")
+
+
+def row_figures(totals: Totals) -> dict[str, Any]:
+    """Return the figures that the output's columns add up to."""
+    generate_s = sum(totals.generate_s.values())
+    asked = totals.targets.ttft_s is not None or totals.targets.itl_s is not None
+    return {
+        "rows": totals.rows,
+        "rows_ok": totals.rows_ok,
+        "rows_error": totals.rows_error,
+        "errors": dict(totals.errors),
+        "prompt_tokens": totals.prompt_tokens,
+        "cached_tokens": totals.cached_tokens,
+        "computed_tokens": totals.computed_tokens,
+        "recomputed_tokens": totals.recomputed_tokens,
+        "output_tokens": totals.output_tokens,
+        "rows_truncated": totals.rows_truncated,
+        "truncated_tokens": totals.truncated_tokens,
+        "generate_s": generate_s,
+        "output_tokens_per_s": _per_second(totals.output_tokens, generate_s),
+        "goodput_tokens_per_s": _per_second(totals.good_tokens, generate_s) if asked else None,
+        "latency": totals.percentiles(),
+    }
+
+
+def engine_figures(stats: EngineStats) -> dict[str, Any]:
+    """Return what the engine counted in this session."""
+    return {
+        "steps": stats.steps,
+        "preemptions": stats.preemptions,
+        "offloads": stats.offloads,
+        "soft_resets": stats.soft_resets,
+        "kv_waste_fraction": stats.kv_waste_fraction,
+        "schedule_s": stats.schedule_s,
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Return the versions of what ran, and what Slurm says of the job."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    slurm = {name: os.environ[name] for name in SLURM_VARIABLES if name in os.environ}
+    return {"versions": versions, "host": platform.node(), "slurm": slurm}
+
+
+def request_of(job: JobConfig, engine: EngineConfig) -> dict[str, Any]:
+    """Return what was asked for, as given."""
+    return {
+        "inputs": list(job.inputs),
+        "output": job.output,
+        "model": engine.model,
+        "sampling": dict(job.sampling),
+        "seeds": {"job": job.seed},
+    }
+
+
+def peak_rss_bytes() -> int:
+    """Return the most memory that this process had resident."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def write_report(path: Path, report: dict[str, Any]) -> None:
+    """Write the report; it appears complete. Raises OutputError."""
+    with AtomicFile(path) as file:
+        file.file.write(json.dumps(report, indent=2).encode() + b"\n")
+        file.commit()
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Return a report as written; {} where there is none that can be read."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return report if isinstance(report, dict) else {}
+
+
+def _per_second(tokens: int, seconds: float) -> float:
+    return tokens / seconds if seconds > 0 else 0.0

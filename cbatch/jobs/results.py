@@ -1,0 +1,95 @@
+"""One finished row as an entry of the journal: our columns from the engine's output, or from what went wrong.
+
+Called by the writer, off the engine's thread: decoding text is done here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cbatch.engine.request import RequestMetrics, RequestOutput
+from cbatch.errors import RowError
+from cbatch.io.jsonform import format_utc
+from cbatch.jobs.journal import Entry, Head
+from cbatch.jobs.prompts import PROMPT_TOO_LONG
+from cbatch.jobs.reader import JobRow
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that turns ids into text."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Decode without special tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What all entries of one process have in common."""
+
+    number: int
+    fit: str  # how prompts are made to fit the context: a finished row that depended on it counts only under the same
+    return_token_ids: bool
+
+
+def finished_entry(
+    row: JobRow, output: RequestOutput, decoder: Decoder, session: Session, *, num_dropped: int, generate_s: float
+) -> Entry:
+    """Build the entry of a row that the engine finished, or gave up."""
+    failed = output.error is not None
+    result = _result(row) | _latency(output.metrics)
+    result |= {
+        "finish_reason": output.finish_reason,
+        "prompt_tokens": output.num_prompt_tokens,
+        "cached_tokens": output.metrics.cached_tokens,
+        "recomputed_tokens": output.metrics.recomputed_tokens,
+        "preemptions": output.metrics.preemptions,
+    }
+    if output.error is not None:
+        result["error"] = RowError(output.error.code, f"{row.row.location}: {output.error.message}").as_dict()
+    else:
+        result["completion"] = decoder.decode(output.token_ids)[: output.text_length]
+        result["stop_reason"] = output.stop_reason
+        result["completion_tokens"] = len(output.token_ids)
+        if session.return_token_ids:
+            result["completion_token_ids"] = output.token_ids
+    head = Head(
+        row.claim.key,
+        ok=not failed,
+        attempt=row.claim.num_attempts + 1,
+        session=session.number,
+        generate_s=generate_s,
+        computed_tokens=output.metrics.computed_tokens,
+        num_dropped=num_dropped,
+        fit=session.fit if num_dropped else None,
+    )
+    return Entry(head, row.row.columns, result)
+
+
+def failed_entry(row: JobRow, error: RowError, session: Session) -> Entry:
+    """Build the entry of a row that never reached the engine."""
+    head = Head(
+        row.claim.key,
+        ok=False,
+        attempt=row.claim.num_attempts + 1,
+        session=session.number,
+        fit=session.fit if error.code == PROMPT_TOO_LONG else None,
+    )
+    return Entry(head, row.row.columns, _result(row) | {"finish_reason": "error", "error": error.as_dict()})
+
+
+def _result(row: JobRow) -> dict[str, Any]:
+    return {"row": row.index, "completion": None, "attempt": row.claim.num_attempts + 1}
+
+
+def _latency(metrics: RequestMetrics) -> dict[str, Any]:
+    started = metrics.queue_s is not None and metrics.prefill_s is not None
+    return {
+        "scheduled_at": None if metrics.scheduled_at is None else format_utc(metrics.scheduled_at),
+        "queue_s": metrics.queue_s,
+        "prefill_s": metrics.prefill_s,
+        "ttft_s": (metrics.queue_s or 0.0) + (metrics.prefill_s or 0.0) if started else None,
+        "itl_mean_s": metrics.itl_mean_s,
+        "itl_p99_s": metrics.itl_p99_s,
+        "e2e_s": metrics.e2e_s,
+    }

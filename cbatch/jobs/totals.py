@@ -1,0 +1,98 @@
+"""What the columns of an output add up to. Filled while the output is put together, so that every figure of the report
+can be computed again from the output; 16 bytes a row are kept for exact percentiles.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from cbatch.jobs.journal import Entry
+
+LATENCIES = ("queue_s", "ttft_s", "itl_mean_s", "e2e_s")
+PERCENTILES = (50, 90, 99)
+MAX_ERROR_CODES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The latencies, in seconds, that a row must keep to count as good; None asks for nothing."""
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+
+    def are_met(self, result: dict[str, Any]) -> bool:
+        """Whether a finished row kept them; a row of one token has no time between tokens."""
+        pairs = ((self.ttft_s, result.get("ttft_s")), (self.itl_s, result.get("itl_mean_s")))
+        return all(target is None or value is None or value <= target for target, value in pairs)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the entries added so far."""
+
+    targets: Targets = Targets()
+    rows_ok: int = 0
+    errors: Counter[str] = field(default_factory=Counter)  # by code
+    first_error: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    recomputed_tokens: int = 0
+    output_tokens: int = 0
+    good_tokens: int = 0  # of the rows that kept the targets
+    computed_tokens: int = 0
+    rows_truncated: int = 0
+    truncated_tokens: int = 0
+    generate_s: dict[int, float] = field(default_factory=dict)  # by session: until its last row here
+    output_tokens_of: Counter[int] = field(default_factory=Counter)  # by session
+    latencies: dict[str, array[float]] = field(default_factory=lambda: {name: array("f") for name in LATENCIES})
+
+    @property
+    def rows_error(self) -> int:
+        return self.errors.total()
+
+    @property
+    def rows(self) -> int:
+        return self.rows_ok + self.rows_error
+
+    def add(self, entry: Entry) -> None:
+        """Count one row of the output."""
+        head, result = entry.head, entry.result
+        error = result.get("error")
+        if error is None:
+            self.rows_ok += 1
+        else:
+            known = error["code"] in self.errors or len(self.errors) < MAX_ERROR_CODES
+            self.errors[error["code"] if known else "other"] += 1
+            self.first_error = self.first_error or error["message"]
+        num_tokens = result.get("completion_tokens") or 0
+        self.prompt_tokens += result.get("prompt_tokens") or 0
+        self.cached_tokens += result.get("cached_tokens") or 0
+        self.recomputed_tokens += result.get("recomputed_tokens") or 0
+        self.output_tokens += num_tokens
+        self.good_tokens += num_tokens if error is None and self.targets.are_met(result) else 0
+        self.computed_tokens += head.computed_tokens
+        self.rows_truncated += head.num_dropped > 0
+        self.truncated_tokens += head.num_dropped
+        self.generate_s[head.session] = max(self.generate_s.get(head.session, 0.0), head.generate_s)
+        self.output_tokens_of[head.session] += num_tokens
+        if error is None:
+            for name, values in self.latencies.items():
+                if (value := result.get(name)) is not None:
+                    values.append(value)
+
+    def percentiles(self) -> dict[str, dict[str, float | int]]:
+        """Return count, mean and percentiles of every latency, over the rows that did not fail."""
+        import numpy as np
+
+        table: dict[str, dict[str, float | int]] = {}
+        for name, values in self.latencies.items():
+            table[name] = {"count": len(values)}
+            if values:
+                numbers = np.frombuffer(values, dtype=np.float32)
+                found = np.percentile(numbers, PERCENTILES)
+                table[name] |= {f"p{rank}": float(value) for rank, value in zip(PERCENTILES, found, strict=True)}
+                table[name] |= {"mean": float(numbers.mean(dtype=np.float64)), "max": float(numbers.max())}
+        return table

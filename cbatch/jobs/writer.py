@@ -1,0 +1,119 @@
+"""The writer: one thread that turns finished rows into journal entries and knows where each row's entry is.
+
+Fed by the feeder (rows that failed or were finished before) and by the step loop (rows that the engine finished). It is
+the only one to write the journal and the index. A failure to write is kept, and seen by whoever looks next.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cbatch.jobs.journal import SYNC_INTERVAL_S, Entry, Journal
+
+MAX_QUEUED = 1024  # finished rows on their way to the disk; then their makers wait
+ABSENT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Rows that have an entry, counted."""
+
+    num_ok: int = 0
+    num_errors: int = 0
+    num_replayed: int = 0  # of these, the ones that an earlier session finished
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_ok + self.num_errors
+
+
+class RowIndex:
+    """Where in the journal each row's entry is: 8 bytes a row, by the number of the row."""
+
+    def __init__(self, first_row: int = 0) -> None:
+        self._first_row = first_row
+        self.offsets = array("q")  # ABSENT for a row without an entry
+
+    def set(self, row: int, offset: int) -> None:
+        """Remember where the entry of a row is."""
+        place = row - self._first_row
+        while len(self.offsets) <= place:
+            self.offsets.append(ABSENT)
+        self.offsets[place] = offset
+
+
+class Writer:
+    """A thread around a journal; `close` ends it once everything handed in is durable."""
+
+    def __init__(self, journal: Journal, index: RowIndex) -> None:
+        self._journal = journal
+        self._index = index
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_QUEUED)
+        self._thread = threading.Thread(target=self._run, name="cbatch-writer", daemon=True)
+        self.tally = Tally()
+        self.failure: BaseException | None = None
+        self._thread.start()
+
+    def write(self, row: int, make_entry: Callable[[], Entry]) -> None:
+        """Hand in a finished row; `make_entry` runs on the writer's thread."""
+        self._queue.put(lambda: self._write(row, make_entry()))
+
+    def replay(self, row: int, offset: int) -> None:
+        """Hand in a row that the journal has already."""
+        self._queue.put(lambda: self._replay(row, offset))
+
+    def note(self, session: int, facts: dict[str, Any]) -> None:
+        """Hand in what a session says of itself."""
+        self._queue.put(lambda: self._journal.note_session(session, facts))
+
+    def check(self) -> None:
+        """Raise what made writing fail."""
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None:
+        """Wait until all is written and durable. Raises what made writing fail."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+        self.check()
+
+    def _run(self) -> None:
+        closing = False
+        while not closing:
+            try:
+                task = self._queue.get(timeout=SYNC_INTERVAL_S)
+            except queue.Empty:
+                task = _nothing
+            closing = task is None
+            if self.failure is not None:
+                continue  # nothing can be written any more, yet nobody must wait for room in the queue
+            try:
+                if task is not None:
+                    task()
+                    self._journal.sync_if_due()
+                else:
+                    self._journal.sync()
+            except BaseException as error:
+                self.failure = error
+
+    def _write(self, row: int, entry: Entry) -> None:
+        self._index.set(row, self._journal.append(entry))
+        self._count(ok=entry.head.ok)
+
+    def _replay(self, row: int, offset: int) -> None:
+        self._index.set(row, offset)
+        self._count(ok=self._journal.is_ok(offset), replayed=True)
+
+    def _count(self, *, ok: bool, replayed: bool = False) -> None:
+        tally = self.tally
+        self.tally = Tally(tally.num_ok + ok, tally.num_errors + (not ok), tally.num_replayed + replayed)
+
+
+def _nothing() -> None:
+    """Stands for an empty queue: it is time to look whether a sync is due."""
