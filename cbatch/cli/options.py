@@ -16,6 +16,7 @@ ROWS = "Rows"
 JOB = "Job"
 
 INFERRED = "inferred"
+DAY_S = 86_400
 SHARE = Bounds(0, 1, above=True)
 
 MODEL_SETTINGS = (
@@ -207,6 +208,24 @@ ROW_SETTINGS = (
         panel=ROWS,
         help="What becomes of a prompt that is longer than the context.",
     ),
+    Setting(
+        name="goodput_ttft",
+        target=JobConfig,
+        panel=ROWS,
+        help="Count rows as good only whose first token came within these seconds.",
+        default="not counted",
+        bounds=Bounds(0, DAY_S, above=True),
+        metavar="SECONDS",
+    ),
+    Setting(
+        name="goodput_itl",
+        target=JobConfig,
+        panel=ROWS,
+        help="Count rows as good only whose mean time between tokens was at most these seconds.",
+        default="not counted",
+        bounds=Bounds(0, DAY_S, above=True),
+        metavar="SECONDS",
+    ),
     Setting(name="return_token_ids", target=JobConfig, panel=ROWS, help="Add the column completion_token_ids."),
 )
 
@@ -236,6 +255,48 @@ JOB_SETTINGS = (
         help="Share of the rows that may fail while the exit code is still 0.",
         bounds=Bounds(0, 1),
         metavar="FRACTION",
+    ),
+    Setting(
+        name="restart",
+        target=JobConfig,
+        panel=JOB,
+        help="Forget what an earlier run of this job finished, and replace its output.",
+    ),
+    Setting(
+        name="retry_errors",
+        target=JobConfig,
+        panel=JOB,
+        help="Of a finished job, run the rows again that failed.",
+    ),
+    Setting(
+        name="checkpoint_dir",
+        target=JobConfig,
+        panel=JOB,
+        help="Folder for the journal from which a job resumes.",
+        default="beside the output",
+        metavar="FOLDER",
+    ),
+    Setting(
+        name="force_unlock",
+        target=JobConfig,
+        panel=JOB,
+        help="Take the output's lock from a run that is known to be gone.",
+    ),
+    Setting(
+        name="grace",
+        target=JobConfig,
+        panel=JOB,
+        help="Seconds that running rows get to finish after SIGINT, SIGTERM or SIGUSR1.",
+        bounds=Bounds(0, DAY_S),
+        metavar="SECONDS",
+    ),
+    Setting(
+        name="interrupted_exit_code",
+        target=JobConfig,
+        panel=JOB,
+        help="Exit code of a run that a signal stopped in order.",
+        bounds=Bounds(0, 255),
+        metavar="N",
     ),
     Setting(name="quiet", target=ConsoleConfig, panel=JOB, help="Print errors only.", short="-q"),
     Setting(

@@ -25,6 +25,10 @@ def run_command(inputs: list[str], config: str | None, given: dict[str, Any]) ->
 
 
 def _run(options: RunOptions) -> int:
+    from cbatch.cli.summary import show_summary
     from cbatch.jobs.run import run_job
 
-    return run_job(options.job, options.engine)
+    quiet = options.console.quiet
+    summary = run_job(options.job, options.engine, quiet=quiet, verbose=options.console.verbose)
+    show_summary(summary, quiet=quiet)
+    return summary.exit_code

@@ -106,7 +106,9 @@ class Setting:
         value = self.field.default
         if value is MISSING or value is None or value == ():
             return None
-        return ("on" if value else "off") if isinstance(value, bool) else str(value)
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        return f"{value:g}" if isinstance(value, float) else str(value)
 
     @property
     def expected(self) -> str:
