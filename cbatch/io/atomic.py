@@ -6,6 +6,7 @@ Written under a temporary name in the target's own directory (a rename cannot cr
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from cbatch.errors import OutputError, UsageError
+
+# Some network file systems do not know it; a directory that may be written but not listed cannot be opened.
+_CANNOT_SYNC_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 
 
 class AtomicFile:
@@ -69,12 +73,16 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def fsync_directory(directory: Path) -> None:
-    """Make a rename or a new file in `directory` durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    """Make a rename or a new file in `directory` durable, where its file system can."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC_DIRECTORIES:
+            raise
 
 
 def check_writable(path: Path) -> None:
@@ -84,6 +92,8 @@ def check_writable(path: Path) -> None:
         raise UsageError(f"the output {path} is a directory", hint=f"name a file in it: -o {path}/out.jsonl")
     if target.exists() and not target.is_file():
         raise UsageError(f"the output {path} is not a regular file", hint="name a file that can be replaced")
+    if os.path.ismount(target):  # Path.is_mount looks at directories only
+        raise UsageError(f"the output {path} is a mount of its own, not to be replaced", hint="mount its directory")
     if not target.parent.is_dir():
         raise UsageError(f"the output's directory {target.parent} does not exist", hint=f"mkdir -p {target.parent}")
     trial = target.with_name(f".{target.name}.trial-{os.getpid()}")

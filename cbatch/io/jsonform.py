@@ -15,7 +15,7 @@ import re
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-MAX_NESTING = 100  # levels; deeper values would exhaust the stack of whoever walks them
+MAX_NESTING = 128  # levels; deeper values would exhaust the stack of whoever walks them
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # What json leaves raw although str.splitlines() would split there, and what UTF-8 cannot encode.
@@ -23,10 +23,10 @@ _ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{\]}]', re.DOTALL)
 
 
-def load(text: str) -> Any:
-    """Parse one JSON value. Of keys given twice the last counts. Raises ValueError, and for nothing else."""
-    if text.count("[") + text.count("{") > MAX_NESTING and _depth(text) > MAX_NESTING:
-        raise ValueError(f"nested deeper than {MAX_NESTING} levels")
+def load(text: str, *, max_nesting: int = MAX_NESTING) -> Any:
+    """Parse one JSON value. Of keys given twice the last counts. Raises ValueError, and nothing else."""
+    if text.count("[") + text.count("{") > max_nesting and _depth(text) > max_nesting:
+        raise ValueError(f"nested deeper than {max_nesting} levels")
     return json.loads(text)
 
 

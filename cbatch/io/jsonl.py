@@ -10,6 +10,7 @@ from cbatch.io import jsonform
 from cbatch.io.rows import Row
 
 MAX_LINE_BYTES = 256 << 20  # a longer line is a row error, so that a file without newlines cannot fill the memory
+MAX_NESTING = 100  # levels of a row; fewer than `jsonform` takes, because a journal wraps rows in objects of its own
 _JSON_SPACE = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
 _WAY_OUT = "cbatch reads one JSON object per line: jq -c {filter} {name} > rows.jsonl"
@@ -77,7 +78,7 @@ def _read_rows(name: str, chunks: Iterable[bytes], first_index: int) -> Iterator
 
 def _parse(text: bytes) -> tuple[dict[str, Any], RowError | None]:
     try:
-        value = jsonform.load(text.decode())
+        value = jsonform.load(text.decode(), max_nesting=MAX_NESTING)
     except UnicodeDecodeError as error:
         return {}, RowError("invalid_utf8", f"not UTF-8: byte 0x{text[error.start]:02x} at column {error.start + 1}")
     except ValueError as error:

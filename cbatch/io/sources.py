@@ -140,7 +140,10 @@ def _open_part(name: str, split: str | None) -> Part:
         if not path.is_file():  # a pipe, whose first bytes can be read only once
             return FilePart(name, JSONL, None)
     form = _format_of(name)
-    return FilePart(name, form, form.schema(name))
+    part = FilePart(name, form, form.schema(name))
+    if not is_url(name):
+        next(part.read(0, part.schema), None)  # a file that is something else is told before anything costly runs
+    return part
 
 
 def _open_dataset(path: Path, name: str, split: str | None) -> Part:

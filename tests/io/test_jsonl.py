@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.errors import InputError
+from cbatch.io import jsonform
 from cbatch.io.jsonl import read_jsonl, split_lines
 from cbatch.io.rows import Row
 from cbatch.io.sources import open_source
@@ -118,6 +119,13 @@ def test_brackets_in_strings_are_not_nesting() -> None:
     text = '["' + "[" * 5000 + '\\"' + "{" * 5000 + '"]'
     row = only_row(b'{"a": ' + text.encode() + b"}")
     assert row.columns == {"a": json.loads(text)}
+
+
+def test_a_row_as_deep_as_can_be_fits_into_a_journals_line() -> None:
+    deep = b'{"a": ' + b"[" * 99 + b"]" * 99 + b"}"
+    row = only_row(deep)
+    assert jsonform.load(jsonform.dump({"columns": row.columns})) == {"columns": row.columns}
+    assert only_row(deep.replace(b"[]", b"[[]]")).error is not None
 
 
 def test_a_long_line_is_read_whole() -> None:

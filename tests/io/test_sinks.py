@@ -1,5 +1,6 @@
 """Output files: JSON lines by suffix, complete or absent (spec I4, J2)."""
 
+import contextlib
 import errno
 import json
 import os
@@ -157,6 +158,25 @@ def test_a_directory_or_a_pipe_is_no_output(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(UsageError, match="not a regular file"):
         check_output(str(tmp_path / "pipe.jsonl"))
+
+
+def test_a_file_that_is_mounted_by_itself_is_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out.jsonl").touch()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "out.jsonl")
+    with pytest.raises(UsageError, match="mount its directory"):
+        check_output(str(tmp_path / "out.jsonl"))
+
+
+@pytest.mark.parametrize(("code", "fails"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_directory_that_cannot_be_synced_is_no_failure_but_a_failing_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, fails: bool
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="error") if fails else contextlib.nullcontext():
+        atomic.fsync_directory(tmp_path)
 
 
 def raise_on_open(monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:

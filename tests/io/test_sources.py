@@ -80,6 +80,12 @@ def test_json_lines_have_many_suffixes(folder: Path, suffix: str) -> None:
     assert files_read(f"x.{suffix}") == ["x"]
 
 
+def test_a_file_that_is_something_else_is_told_when_it_is_opened(folder: Path) -> None:
+    Path("array.json").write_text('[\n{"a": 1}\n]\n')
+    with pytest.raises(InputError, match=r"array\.json is one JSON array"):
+        open_source(["other.jsonl", "array.json"])
+
+
 def test_empty_files_have_no_rows(folder: Path) -> None:
     for name in ("empty.jsonl", "empty.csv"):
         Path(name).write_bytes(b"")

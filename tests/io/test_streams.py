@@ -7,7 +7,7 @@ import lzma
 import struct
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +15,6 @@ import pytest
 
 from cbatch.errors import InputError
 from cbatch.io import streams
-from cbatch.io.rows import Row
 from cbatch.io.sources import Source, open_source
 
 LINES = [b'{"row": %d, "text": "%s"}\n' % (row, b"x" * (row % 50)) for row in range(5000)]
@@ -38,11 +37,20 @@ def source_of(path: Path, content: bytes) -> Source:
     return open_source([str(path)])
 
 
-def read(rows: Iterator[Row]) -> tuple[list[int], InputError | None]:
-    """The rows that come, then what ends them."""
-    seen = []
+def read(path: Path, content: bytes) -> tuple[list[int], InputError | None]:
+    """The rows of a file, then what ends them; one without any row says so when it is opened."""
     try:
-        for row in rows:
+        source = source_of(path, content)
+    except InputError as error:
+        return [], error
+    return drain(source)
+
+
+def drain(source: Source) -> tuple[list[int], InputError | None]:
+    """The rows that come, then what ends them."""
+    seen: list[int] = []
+    try:
+        for row in source:
             seen.append(row.columns["row"])
     except InputError as error:
         return seen, error
@@ -54,14 +62,14 @@ def test_all_members_are_read(tmp_path: Path, suffix: str) -> None:
     compress = COMPRESS[suffix]
     half = len(CONTENT) // 2  # in the middle of a line
     members = compress(CONTENT[:half]) + compress(b"") + compress(CONTENT[half:])
-    assert read(iter(source_of(tmp_path / f"in.jsonl.{suffix}", members))) == (list(range(5000)), None)
+    assert read(tmp_path / f"in.jsonl.{suffix}", members) == (list(range(5000)), None)
 
 
 @compressions
 @pytest.mark.parametrize("share", [0.01, 0.8, 0.999])
 def test_a_truncated_file_is_an_error_after_the_good_rows(tmp_path: Path, suffix: str, share: float) -> None:
     data = COMPRESS[suffix](CONTENT)
-    seen, error = read(iter(source_of(tmp_path / f"in.jsonl.{suffix}", data[: int(len(data) * share)])))
+    seen, error = read(tmp_path / f"in.jsonl.{suffix}", data[: int(len(data) * share)])
     assert seen == list(range(len(seen)))
     assert error is not None
     assert "in.jsonl" in error.message
@@ -72,7 +80,7 @@ def test_a_truncated_file_is_an_error_after_the_good_rows(tmp_path: Path, suffix
 def test_a_cut_costs_no_more_than_the_last_rows(tmp_path: Path, suffix: str) -> None:
     members = list(map(COMPRESS[suffix], LINES[:200]))
     data = b"".join(members[:100]) + members[100][:-1]
-    seen, error = read(iter(source_of(tmp_path / f"in.jsonl.{suffix}", data)))
+    seen, error = read(tmp_path / f"in.jsonl.{suffix}", data)
     lost = sum(map(len, LINES[len(seen) : 100]))
     assert lost <= (streams.ZSTD_CHUNK_BYTES if suffix == "zst" else 0) + len(LINES[99])
     assert error is not None
@@ -81,18 +89,18 @@ def test_a_cut_costs_no_more_than_the_last_rows(tmp_path: Path, suffix: str) -> 
 @compressions
 def test_damage_in_the_middle_is_an_error_after_the_good_rows(tmp_path: Path, suffix: str) -> None:
     damaged = b"".join(map(COMPRESS[suffix], LINES[:100])) + COMPRESS[suffix](CONTENT)[:8] + b"\xff" * 500
-    seen, error = read(iter(source_of(tmp_path / f"in.jsonl.{suffix}", damaged)))
+    seen, error = read(tmp_path / f"in.jsonl.{suffix}", damaged)
     assert seen[:80] == list(range(80))
     assert error is not None
 
 
 def test_zeros_after_the_last_gzip_member_are_padding(tmp_path: Path) -> None:
-    assert read(iter(source_of(tmp_path / "in.gz", gzip.compress(CONTENT) + bytes(512)))) == (list(range(5000)), None)
+    assert read(tmp_path / "in.gz", gzip.compress(CONTENT) + bytes(512)) == (list(range(5000)), None)
 
 
 def test_skippable_zstd_frames_are_skipped(tmp_path: Path) -> None:
     frame = struct.pack("<II", 0x184D2A50, 4) + b"note"
-    assert read(iter(source_of(tmp_path / "in.zst", zstd(CONTENT) + frame + zstd(b""))))[0] == list(range(5000))
+    assert read(tmp_path / "in.zst", zstd(CONTENT) + frame + zstd(b""))[0] == list(range(5000))
 
 
 @compressions
@@ -139,7 +147,7 @@ def test_a_file_that_fails_in_the_middle_is_an_error_after_the_good_rows(
 ) -> None:
     source = source_of(tmp_path / "in.jsonl", CONTENT)
     monkeypatch.setattr(Path, "open", lambda *_: FailingDisk(CONTENT[:-10]))
-    seen, error = read(iter(source))
+    seen, error = drain(source)
     assert seen == list(range(4999))
     assert error is not None
     assert "Stale file handle" in error.message
@@ -150,7 +158,7 @@ def test_a_file_that_vanishes_before_its_turn_is_an_error_after_the_good_rows(tm
     (tmp_path / "2.jsonl").write_bytes(CONTENT)
     source = open_source([str(tmp_path / "1.jsonl"), str(tmp_path / "2.jsonl")])
     (tmp_path / "2.jsonl").unlink()
-    seen, error = read(iter(source))
+    seen, error = drain(source)
     assert seen == list(range(5000))
     assert error is not None
     assert "2.jsonl: no such file" in error.message
