@@ -66,6 +66,7 @@ ENCODINGS = (
 @contextmanager
 def reading(name: str) -> Iterator[None]:
     """Turn what fails while the input `name` is read into InputError."""
+    name = "standard input" if name == STDIN else name
     try:
         yield
     except FileNotFoundError as error:

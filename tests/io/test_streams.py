@@ -175,6 +175,13 @@ def test_standard_input_is_json_lines_plain_or_compressed(
     assert (bad.location, bad.error is None) == ("stdin:2", False)
 
 
+def test_standard_input_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for content, message in [(b"PAR1....PAR1", "Parquet"), (gzip.compress(CONTENT)[:-9], "standard input is cut off")]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(content))))
+        with pytest.raises(InputError, match=message):
+            list(open_source(["-"]))
+
+
 def test_what_is_read_at_a_time_is_bounded(tmp_path: Path) -> None:
     """Compressed data may be a thousand times smaller than what is in it."""
     path = tmp_path / "in.jsonl"
