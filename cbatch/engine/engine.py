@@ -12,9 +12,8 @@ from typing import Protocol
 from cbatch_kernels import dispatch
 
 from cbatch.config import DEFAULT_MAX_TOKENS, EngineConfig
-from cbatch.engine.cache.full import FullAttentionCacheAllocator
+from cbatch.engine.cache.build import build_cache
 from cbatch.engine.cache.manager import CacheManager
-from cbatch.engine.cache.pool import NUM_RESERVED_CHUNKS, CachePool
 from cbatch.engine.memory import free_memory
 from cbatch.engine.output import failed_output, finished_output
 from cbatch.engine.plan import EnginePlan, check_config, plan_engine
@@ -54,7 +53,11 @@ class Engine:
         self._eos_token_ids = loaded.eos_token_ids
         self._cache = cache
         self._runner = runner
-        limits = StepLimits(plan.max_batch_tokens, plan.max_requests_per_batch, max_pages_read=plan.num_blocks)
+        limits = StepLimits(
+            plan.max_batch_tokens,
+            plan.max_requests_per_batch,
+            max_pages_read=cache.pool.num_usable * cache.pool.pages_per_chunk,
+        )
         self._scheduler = SCHEDULERS[plan.scheduler_type](cache, limits)
         self._window = WAITING_WINDOW * plan.max_requests_per_batch
         self._began: float | None = None
@@ -72,13 +75,17 @@ class Engine:
     @classmethod
     def over(cls, loaded: LoadedModel, config: EngineConfig) -> Engine:
         """Build an engine around a model that is in memory already."""
-        shape = loaded.shape
-        check_config(config, shape)
+        check_config(config, loaded.shape)
         plan = plan_engine(config, loaded, free_memory(loaded.device), dispatch.describe_kernels(loaded.device))
-        pool = CachePool(plan.num_blocks + NUM_RESERVED_CHUNKS, pages_per_chunk=shape.num_layers)
-        allocator = FullAttentionCacheAllocator(pool, tuple(range(shape.num_layers)), plan.page_size)
-        cache = CacheManager(pool, [allocator], allow_block_sharing=plan.allow_block_sharing)
-        return cls(config, plan, loaded, cache, ModelRunner(loaded, pool, [allocator], plan.page_size))
+        cache = build_cache(
+            loaded.shape.sliding_windows,
+            num_blocks=plan.num_blocks,
+            page_size=plan.page_size,
+            max_batch_tokens=plan.max_batch_tokens,
+            max_model_len=plan.max_model_len,
+            allow_block_sharing=plan.allow_block_sharing,
+        )
+        return cls(config, plan, loaded, cache, ModelRunner(loaded, cache.pool, cache.allocators, plan.page_size))
 
     def generate(self, prompts: Iterable[Prompt]) -> Iterator[RequestOutput]:
         """Complete `prompts`, read lazily; results come in the order in which they finish."""

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import torch
 
 from cbatch.config import EngineConfig
+from cbatch.engine.cache.build import group_layers
 from cbatch.engine.cache.pool import NUM_RESERVED_CHUNKS
 from cbatch.engine.memory import FreeMemory
 from cbatch.engine.scheduler import SCHEDULERS
-from cbatch.errors import DoesNotFitError, UnsupportedModelError, UsageError
+from cbatch.errors import DoesNotFitError, UsageError
 from cbatch.models.inspect import ModelShape
 from cbatch.models.load import LoadedModel
 from cbatch.units import ceil_div, format_bytes
 
 DEFAULT_PAGE_SIZE = 16  # as vLLM's; wastes half a page per request, under 4 % from 200 tokens on
-FULL_ATTENTION = "full_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class EnginePlan:
 
 
 def check_config(config: EngineConfig, shape: ModelShape) -> None:
-    """Refuse, before any weights load, what cannot work. Raises UsageError or UnsupportedModelError."""
+    """Refuse, before any weights load, what cannot work. Raises UsageError."""
     for name in ("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_model_len"):
         value = getattr(config, name)
         if value is not None and value < 1:
@@ -73,12 +73,6 @@ def check_config(config: EngineConfig, shape: ModelShape) -> None:
         raise UsageError(
             f"max_model_len is {config.max_model_len}, but the model's context is {shape.context_length} tokens",
             hint="lower it, or leave it out",
-        )
-    max_model_len = config.max_model_len or shape.context_length
-    if any(window is not None and window < max_model_len for window in shape.sliding_windows):
-        raise UnsupportedModelError(
-            f"{shape.model_type} has sliding-window layers, which this version does not support",
-            hint=f"--max-model-len {min(w for w in shape.sliding_windows if w is not None)} keeps within the window",
         )
 
 
@@ -113,7 +107,7 @@ def plan_engine(config: EngineConfig, loaded: LoadedModel, memory: FreeMemory, a
         reasons["num_blocks"] = limit if fitting <= usable else "all that max_requests_per_batch requests can use"
     _check_fit(config, num_blocks, fitting, memory, block_bytes(shape, loaded.dtype, page_size))
     reasons["scheduler_type"] = "given" if config.scheduler_type else "default"
-    reasons["allow_block_sharing"] = "default: on" if config.allow_block_sharing is None else "given"
+    sharing, reasons["allow_block_sharing"] = _decide_sharing(config, shape, max_model_len)
     reasons["attention"] = "the only implementation for this device"
     return EnginePlan(
         dtype=str(loaded.dtype).removeprefix("torch."),
@@ -126,10 +120,18 @@ def plan_engine(config: EngineConfig, loaded: LoadedModel, memory: FreeMemory, a
         max_requests_per_batch=max_requests,
         max_memory_percent=percent,
         scheduler_type=config.scheduler_type or "fifo",
-        allow_block_sharing=config.allow_block_sharing is not False,
+        allow_block_sharing=sharing,
         attention=attention,
         reasons=reasons,
     )
+
+
+def _decide_sharing(config: EngineConfig, shape: ModelShape, max_model_len: int) -> tuple[bool, str]:
+    if any(window is not None for window in group_layers(shape.sliding_windows, max_model_len)):
+        return False, "off: the model's sliding-window layers keep no block that another request could use"
+    if config.allow_block_sharing is None:
+        return True, "on by default: all layers attend to the whole context"
+    return config.allow_block_sharing, "given"
 
 
 def block_bytes(shape: ModelShape, dtype: torch.dtype, page_size: int) -> int:

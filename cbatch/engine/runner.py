@@ -32,13 +32,14 @@ class ModelRunner:
         self.key_pages = torch.empty(pages, dtype=loaded.dtype, device=loaded.device)
         self.value_pages = torch.empty_like(self.key_pages)
         self._model = loaded.model
-        self._layer_types = shape.layer_types
         self._builder = BatchBuilder(allocators, loaded.device)
         lanes = {layer: lane for allocator in allocators for lane, layer in enumerate(allocator.layers)}
         offsets = [lanes[layer] * pool.num_chunks for layer in range(shape.num_layers)]
         self._layer_keys = [self.key_pages[offset:] for offset in offsets]
         self._layer_values = [self.value_pages[offset:] for offset in offsets]
-        self._types = [shape.layer_types[allocator.layers[0]] for allocator in allocators]
+        self._types = [f"type {i}" for i in range(len(allocators))]
+        type_of = {layer: i for i, allocator in enumerate(allocators) for layer in allocator.layers}
+        self._layer_types = [self._types[type_of[layer]] for layer in range(shape.num_layers)]
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[int | RowError]:

@@ -23,7 +23,7 @@ class StepLimits:
 
     max_batch_tokens: int  # query tokens
     max_requests_per_batch: int
-    max_pages_read: int  # logical KV pages over all requests
+    max_pages_read: int  # KV pages over all requests and layers, those of shared blocks once for each reader
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,9 @@ class CacheAllocator(Protocol):
     def release(self, table: BlockTable, *, keep_content: bool) -> None:
         """Take back all blocks of `table` and empty it in place; `keep_content` leaves completed ones findable."""
 
+    def num_blocks_read(self, num_computed: int, num_tokens: int) -> int:
+        """Count the blocks that such a step's `read_window` holds."""
+
     def read_window(self, table: BlockTable, num_computed: int, num_tokens: int) -> ReadWindow:
         """Tell where a step that brings a request from `num_computed` to `num_tokens` tokens finds its context."""
 

@@ -87,8 +87,11 @@ class FullAttentionCacheAllocator:
                 self._uninitialized.put(block)
         table.clear()
 
+    def num_blocks_read(self, num_computed: int, num_tokens: int) -> int:
+        return ceil_div(num_tokens, self.page_size)
+
     def read_window(self, table: BlockTable, num_computed: int, num_tokens: int) -> ReadWindow:
-        return ReadWindow(blocks=table[: ceil_div(num_tokens, self.page_size)], start=0)
+        return ReadWindow(blocks=table[: self.num_blocks_read(num_computed, num_tokens)], start=0)
 
     def num_wasted_slots(self, table: BlockTable, num_computed: int) -> int:
         # Shared blocks are full, so the empty slots of two tables are never the same ones.

@@ -49,8 +49,9 @@ class CacheManager:
         return needed <= self.pool.num_free
 
     def num_pages_read(self, request: Request, num_tokens: int) -> int:
-        """Count the logical pages that a step reads which brings `request` to `num_tokens` tokens."""
-        return ceil_div(num_tokens, self.allocators[0].page_size)
+        """Count the pages, over all layers, that a step reads which brings `request` to `num_tokens` tokens."""
+        num_computed = request.num_computed_tokens
+        return sum(a.num_blocks_read(num_computed, num_tokens) * len(a.layers) for a in self.allocators)
 
     # Life of a request's blocks
 

@@ -53,12 +53,18 @@ class SlidingAttentionCacheAllocator:
         self._num_owned -= len(table)
         table.clear()
 
+    def num_blocks_read(self, num_computed: int, num_tokens: int) -> int:
+        return len(self._logical_blocks(num_computed, num_tokens))
+
     def read_window(self, table: BlockTable, num_computed: int, num_tokens: int) -> ReadWindow:
-        first = max(0, num_computed - self._window + 1) // self.page_size
-        end = ceil_div(num_tokens, self.page_size)
-        assert end - first <= self._ring_size, "a step may not outrun the ring"
-        blocks = [table[block % self._ring_size] for block in range(first, end)]
-        return ReadWindow(blocks=blocks, start=first * self.page_size)
+        blocks = self._logical_blocks(num_computed, num_tokens)
+        assert len(blocks) <= self._ring_size, "a step may not outrun the ring"
+        return ReadWindow([table[block % self._ring_size] for block in blocks], start=blocks.start * self.page_size)
 
     def num_wasted_slots(self, table: BlockTable, num_computed: int) -> int:
         return max(0, len(table) * self.page_size - num_computed)
+
+    def _logical_blocks(self, num_computed: int, num_tokens: int) -> range:
+        """From the window of the step's first token to its last token."""
+        first = max(0, num_computed - self._window + 1) // self.page_size
+        return range(first, ceil_div(num_tokens, self.page_size))
