@@ -50,7 +50,7 @@ class ModelSource:
 def resolve_source(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelSource:
     """Find out what `model` names. Raises UsageError where it names nothing that could hold a model."""
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():  # the empty name would be the current folder
         return ModelSource(str(path), _only_gguf_file(path), None, trust_remote_code)
     if path.suffix == GGUF_SUFFIX:
         if not path.is_file():

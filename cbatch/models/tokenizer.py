@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 BAD_TEXT = "bad_text"
 TEMPLATE_ERROR = "template_error"
 PROBE = "a"
+CLOCK_CALL = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 # What a row may set of `apply_chat_template` itself; its other parameters decide how, not what, is rendered.
 TEMPLATE_PARAMETERS = frozenset({"add_generation_prompt", "continue_final_message", "documents"})
 
@@ -36,7 +38,10 @@ def load_tokenizer(source: ModelSource, vocab_size: int | None = None) -> Tokeni
 
 
 class Tokenizer:
-    """A transformers tokenizer with the rules of this project; `vocab_size` is the model's where it is known."""
+    """A transformers tokenizer with the rules of this project; `vocab_size` is the model's where it is known.
+
+    Changes the one that it is given: no padding, no truncation, and templates that print the time print `now`.
+    """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None, *, now: datetime | None = None
@@ -47,8 +52,7 @@ class Tokenizer:
         self._bos: int | None = tokenizer.bos_token_id
         self._eos: int | None = tokenizer.eos_token_id
         self._prefix, self._suffix = self._special_tokens_around()
-        # One clock for the whole run: a date in the template must not differ between rows, which share their prefix.
-        self._strftime_now: Callable[[str], str] = (now or datetime.now()).strftime
+        tokenizer.chat_template = _stop_clock(tokenizer.chat_template, now or datetime.now())
         self._template_parameters = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
         self.vocab_size = vocab_size or self._num_tokens
 
@@ -108,7 +112,7 @@ class Tokenizer:
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 tokenize=False,
-                **{"strftime_now": self._strftime_now, **given},
+                **given,
             )
         except Exception as error:  # a template is the model's code, and raises what it likes
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -137,6 +141,19 @@ class Tokenizer:
                     logger.warning("the tokenizer appends EOS to a text; prompts are used without it")
                 return around[:start], suffix
         return [], []
+
+
+def _stop_clock(template: str | dict[str, str] | None, now: datetime) -> str | dict[str, str] | None:
+    """Write `now` into a template where it prints the time: rows rendered later must not lose the shared prefix."""
+    if template is None:
+        return None
+    if isinstance(template, dict):
+        return {name: _print_time(text, now) for name, text in template.items()}
+    return _print_time(template, now)
+
+
+def _print_time(template: str, now: datetime) -> str:
+    return CLOCK_CALL.sub(lambda call: repr(now.strftime(call[2])), template)
 
 
 _EncodeMany = Callable[[Sequence[str], bool], list[list[int]]]
