@@ -19,7 +19,7 @@ help:
 	@echo "make demo    fetch a small model, run a sample job on it, show the result"
 	@echo "make test    check style and types, run every test (fetches the model too)"
 	@echo "make check   style and types only"
-	@echo "make docs    write the tables in docs/ that are made from the code"
+	@echo "make docs    write docs/reference.md from the code"
 	@echo "make clean   remove what the above installed and wrote"
 
 demo: $(READY) $(MODEL)/model.safetensors
@@ -36,7 +36,7 @@ check: $(READY)
 	$(BIN)/mypy
 
 docs: $(READY)
-	$(BIN)/python docs/write_tables.py
+	$(BIN)/python docs/write_reference.py
 
 clean:
 	rm -rf $(VENV) $(MODELS) $(DEMO)

