@@ -1,13 +1,15 @@
 """A stub engine and tokenizer for tests of jobs and the command line: no torch, no transformers, no randomness.
 
 A completion is a function of prompt and seed alone, one token a character, so a test can compute it (`expected_text`).
-As a script, `python stub_engine.py run IN -o OUT --model stub ...` is the real command line with this engine behind it;
-the environment variables below then set its behaviour.
+As a script, `python -m tests.stub_engine run IN -o OUT --model DIR ...` is the real command line with this engine
+behind it, and `python -m tests.stub_engine job JSON` runs the `JobConfig` that the JSON object spells, with the model's
+directory under "model". Environment variables (`load_from_environment`) then set how the engine behaves.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 import time
@@ -21,7 +23,7 @@ from typing import Any
 from cbatch.config import DEFAULT_MAX_TOKENS, EngineConfig
 from cbatch.engine.request import Prompt, RequestMetrics, RequestOutput
 from cbatch.engine.stats import EngineStats
-from cbatch.errors import EngineError, RowError
+from cbatch.errors import CbatchError, EngineError, RowError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz \n\u2028é漢👍"
 EOS = 0
@@ -221,6 +223,8 @@ def _output(request: _Running) -> RequestOutput:
 def load_from_environment(config: EngineConfig) -> StubEngine:
     """Load as the engine does, with the delays and failures that the environment asks for."""
     time.sleep(float(os.environ.get("STUB_LOAD_S", "0")))
+    if "STUB_LOAD_HANGS" in os.environ:  # in a long call outside Python, which no signal handler gets into
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
     fail_at = os.environ.get("STUB_FAIL_AT_STEP")
     log = os.environ.get("STUB_LOG")
     return StubEngine(
@@ -235,9 +239,30 @@ def load_from_environment(config: EngineConfig) -> StubEngine:
     )
 
 
+def run_job_of(text: str) -> int:
+    """Run the job that a JSON object spells, say how it ended as JSON on standard output, and return the exit code."""
+    from cbatch.config import JobConfig
+    from cbatch.jobs.run import run_job
+
+    options = json.loads(text)
+    engine = EngineConfig(model=options.pop("model"), max_model_len=options.pop("max_model_len", None))
+    quiet = options.pop("quiet", False)
+    try:
+        job = JobConfig(**options | {"inputs": tuple(options["inputs"])})
+        summary = run_job(job, engine, load_engine=load_from_environment, quiet=quiet)
+    except CbatchError as error:
+        sys.stderr.write(f"cbatch: {error}\n")
+        return error.exit_code
+    ended = {"status": summary.status, "rows": summary.rows, "rows_replayed": summary.rows_replayed}
+    sys.stdout.write(json.dumps(ended) + "\n")
+    return summary.exit_code
+
+
 def main() -> int:
-    """Run the real command line with the stub in the engine's place."""
+    """Run the real command line, or a job, with the stub in the engine's place."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if sys.argv[1] == "job":
+        return run_job_of(sys.argv[2])
     engine_module = ModuleType("cbatch.engine.engine")
     engine_module.Engine = type("Engine", (), {"load": staticmethod(load_from_environment)})  # type: ignore[attr-defined]
     sys.modules["cbatch.engine.engine"] = engine_module

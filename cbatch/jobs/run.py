@@ -123,6 +123,7 @@ class _JobRun:
         self._row_count = RowCount(self._source, job.limit)
         self._progress = Progress(quiet=quiet, count_rows=lambda: self._row_count.value)
         self._engine: BatchEngine | None = None
+        self._environment = reporting.environment()
         self._facts: dict[str, Any] = {}
         self._resources = ExitStack()
 
@@ -243,7 +244,7 @@ class _JobRun:
     def _describe(self, engine: BatchEngine) -> None:
         """Say what was decided, and keep it in the journal for whoever finishes the job."""
         settings = engine.plan.settings()
-        self._facts = {"load_s": engine.load_s, "settings": settings, **reporting.environment()}
+        self._facts = {"load_s": engine.load_s, "settings": settings, **self._environment}
         self._writer.note(self._session.number, self._facts)
         if self._verbose:
             for name, setting in settings.items():
@@ -292,7 +293,7 @@ class _JobRun:
             **reporting.request_of(self._job, self._engine_config),
             "session": self._session_figures(totals.output_tokens_of[self._session.number], stats),
             "settings": self._facts.get("settings", {}),
-            **reporting.environment(),
+            **self._environment,
             "hashes": {"model": self._model_identity.hex(), "rows": rows_digest, "content": digest},
         }
         reporting.write_report(self._paths.report, report)

@@ -112,7 +112,7 @@ def _watching(stop: Stop, grace_s: float, exit_code: int) -> Iterator[None]:
 def _watch(signals: socket.socket, stop: Stop, grace_s: float, exit_code: int) -> None:
     """Ask for a stop before the Slurm job ends; after any request, end the process where it does not end in time."""
     deadline = _slurm_deadline(grace_s)
-    stopping = False
+    stopping: str | None = None  # the signal that asked for it
     while True:
         timeout = None if deadline is None else max(0.0, deadline - time.time())
         ready, _, _ = select.select([signals], [], [], timeout)
@@ -120,11 +120,11 @@ def _watch(signals: socket.socket, stop: Stop, grace_s: float, exit_code: int) -
             received = signals.recv(1)
             if not received:
                 return
-            if received[0] in SIGNALS and not stopping:
-                stopping, deadline = True, time.time() + grace_s + EXIT_MARGIN_S
-        elif stopping:
+            if received[0] in SIGNALS and stopping is None:
+                stopping, deadline = signal.Signals(received[0]).name, time.time() + grace_s + EXIT_MARGIN_S
+        elif stopping is not None:
             with contextlib.suppress(OSError):
-                os.write(2, f"cbatch: stopped by {stop.reason or 'a signal'}; {RESUME_HINT}\n".encode())
+                os.write(2, f"cbatch: stopped by {stop.reason or stopping}; {RESUME_HINT}\n".encode())
             os._exit(exit_code)
         else:
             stop.reason = f"the end of the Slurm job ({END_TIME_VARIABLE})"

@@ -1,0 +1,215 @@
+"""Spec J4, I7: signals in every phase, the drain, and what a stopped run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs.jobkit import Bench, prompts
+
+ROOT = Path(__file__).parent.parent.parent
+RESUMABLE = 75
+ENDS_S = 30.0  # far beyond what any phase needs, for a machine under load
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+class Process:
+    """A job in a process of its own."""
+
+    def __init__(self, bench: Bench, *, environment: dict[str, str] | None = None, **options: Any) -> None:
+        self.bench = bench
+        settings = {
+            "inputs": [str(bench.path / "in.jsonl")],
+            "output": str(bench.output),
+            "model": str(bench.path / "model"),
+        } | options
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.stub_engine", "job", json.dumps(settings)],
+            cwd=ROOT,
+            env=os.environ | (environment or {}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_for(self, happened: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + ENDS_S
+        while not happened():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def wait_for_line(self, text: str) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if text in line:
+                return
+        raise AssertionError(f"ended without {text!r}")
+
+    def send(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> tuple[int, str]:
+        _, errors = self.process.communicate(timeout=ENDS_S)
+        assert "Traceback" not in errors, errors
+        return self.process.returncode, errors
+
+    def journalled(self) -> int:
+        journal = self.bench.output.with_name("out.jsonl.journal.jsonl")
+        return journal.read_bytes().count(b'"result"') if journal.exists() else 0
+
+
+def assert_resumes(bench: Bench, *, at_least: int = 0) -> None:
+    """Nothing but the journal was left behind, and the job can be finished."""
+    assert not bench.output.exists()
+    summary = bench.run()
+    assert [path.name for path in bench.path.iterdir() if path.suffix in (".lock", ".partial")] == []
+    assert summary.status == "done"
+    assert summary.rows_replayed >= at_least
+    assert summary.rows_replayed + bench.num_prompts_run == summary.rows
+    assert [row["id"] for row in bench.rows()] == list(range(summary.rows))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_the_first_signal_drains_and_exits_75(bench: Bench, number: int) -> None:
+    bench.write(prompts(2000))
+    process = Process(bench, environment={"STUB_STEP_S": "0.01"})
+    process.wait_for(lambda: process.journalled() > 20)
+    process.send(number)
+    code, errors = process.end()
+    assert code == RESUMABLE
+    assert f"{signal.Signals(number).name}: finishing 8 running rows" in errors
+    assert "run the same command again to resume" in errors
+    assert_resumes(bench, at_least=28)
+
+
+def test_rows_that_do_not_finish_within_the_grace_are_left_for_the_next_run(bench: Bench) -> None:
+    bench.write(prompts(50, max_tokens=1000, ignore_eos=True))
+    process = Process(bench, environment={"STUB_STEP_S": "0.05"}, grace=0.3, interrupted_exit_code=9)
+    process.wait_for_line("loaded")
+    time.sleep(0.3)
+    process.send(signal.SIGTERM)
+    assert process.end()[0] == 9
+    assert_resumes(bench)
+
+
+def test_the_second_signal_aborts_the_drain(bench: Bench) -> None:
+    bench.write(prompts(50, max_tokens=1000, ignore_eos=True))
+    process = Process(bench, environment={"STUB_STEP_S": "0.05"}, grace=3600.0)
+    process.wait_for_line("loaded")
+    time.sleep(0.3)
+    process.send(signal.SIGTERM)
+    process.wait_for_line("finishing 8 running rows")
+    process.send(signal.SIGTERM)
+    assert process.end()[0] == RESUMABLE
+    assert_resumes(bench)
+
+
+def test_a_signal_while_the_model_loads(bench: Bench) -> None:
+    bench.write(prompts(5))
+    process = Process(bench, environment={"STUB_LOAD_S": "3600"})
+    process.wait_for_line("loading")
+    time.sleep(0.2)
+    process.send(signal.SIGTERM)
+    code, errors = process.end()
+    assert code == RESUMABLE
+    assert "stopped by SIGTERM" in errors
+    assert_resumes(bench)
+
+
+def test_a_signal_while_loading_hangs_outside_python(bench: Bench) -> None:
+    bench.write(prompts(5))
+    process = Process(bench, environment={"STUB_LOAD_HANGS": "1"}, grace=0.1)
+    process.wait_for_line("loading")
+    time.sleep(0.2)
+    process.send(signal.SIGTERM)
+    code, errors = process.end()
+    assert code == RESUMABLE
+    assert "stopped by SIGTERM; run the same command again to resume" in errors
+    assert_resumes(bench)
+
+
+def test_a_signal_while_waiting_for_standard_input(bench: Bench) -> None:
+    process = Process(bench, inputs=["-"])
+    process.wait_for(lambda: (bench.path / "out.jsonl.lock").exists())
+    time.sleep(0.3)
+    process.send(signal.SIGINT)
+    process.process.wait(ENDS_S)  # standard input is still open
+    assert process.end()[0] == RESUMABLE
+
+
+@pytest.mark.xfail(reason="the reading thread holds sys.stdin's own buffer while Python shuts down", strict=False)
+def test_a_signal_while_standard_input_stays_silent_in_the_middle(bench: Bench) -> None:
+    process = Process(bench, inputs=["-"])
+    assert process.process.stdin is not None
+    process.process.stdin.write("".join(json.dumps(row) + "\n" for row in prompts(20)))
+    process.process.stdin.flush()
+    process.wait_for(lambda: process.journalled() == 20)
+    process.send(signal.SIGINT)
+    process.process.wait(ENDS_S)  # standard input is still open
+    assert process.end()[0] == RESUMABLE
+
+
+def test_a_signal_while_rows_are_tokenised(bench: Bench) -> None:
+    bench.write(prompts(100_000))
+    process = Process(bench, environment={"STUB_ENCODE_S": "0.05"})
+    process.wait_for_line("loaded")
+    process.send(signal.SIGTERM)
+    assert process.end()[0] == RESUMABLE
+
+
+def test_a_signal_while_the_output_is_put_together(bench: Bench) -> None:
+    bench.write(prompts(20_000, max_tokens=1))
+    process = Process(bench)
+    partial = bench.path / ".out.jsonl.partial"
+    process.wait_for(lambda: partial.exists() and partial.stat().st_size > 0)
+    process.send(signal.SIGTERM)
+    code, errors = process.end()
+    assert code == RESUMABLE, errors
+    assert "20000 finished rows are safe" in errors
+    assert_resumes(bench, at_least=20_000)
+
+
+def test_the_end_of_a_slurm_job_is_a_signal_in_time(bench: Bench) -> None:
+    bench.write(prompts(100_000))
+    end = str(int(time.time()) + 9)
+    process = Process(bench, environment={"STUB_STEP_S": "0.01", "SLURM_JOB_END_TIME": end}, grace=1.0)
+    code, errors = process.end()
+    assert code == RESUMABLE
+    assert "the end of the Slurm job (SLURM_JOB_END_TIME): finishing" in errors
+    assert time.time() < int(end)
+
+
+def test_ignored_signals_stay_ignored(bench: Bench) -> None:
+    bench.write(prompts(300))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = Process(bench, environment={"STUB_STEP_S": "0.005"})
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    process.wait_for(lambda: process.journalled() > 20)
+    process.send(signal.SIGHUP)
+    assert process.end()[0] == 0
+    assert len(bench.rows()) == 300
+
+
+def test_handlers_are_as_before_once_the_job_ended(bench: Bench) -> None:
+    bench.write(prompts(3))
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    bench.run()
+    assert {number: signal.getsignal(number) for number in before} == before
+    assert signal.set_wakeup_fd(-1) == -1
