@@ -47,8 +47,8 @@ def options() -> Iterable[str]:
 
 
 def columns() -> Iterable[str]:
-    yield "\n## Columns of the output\n\nThe input's columns come first, then these. Where the input has a column of one "
-    yield "of these names, ours is written as `cbatch_<name>`.\n\n| column | type | |\n|---|---|---|\n"
+    yield "\n## Columns of the output\n\nThe input's columns come first, then these. Where the input has a column of\n"
+    yield "one of these names, ours is written as `cbatch_<name>`.\n\n| column | type | |\n|---|---|---|\n"
     yield from (f"| `{column.name}` | `{column.type}` | {column.description} |\n" for column in RESULT_COLUMNS)
 
 
