@@ -32,7 +32,9 @@ class EngineConfig:
     max_requests_per_batch: int | None = None
     max_memory_percent: float | None = None  # share of the device memory that is free, 0 to 1
     scheduler_type: str | None = None
+    safety_margin: float | None = None  # share of the cache kept from new requests; 0 disables
     allow_block_sharing: bool | None = None
+    cpu_offload_space: float = 0.0  # GiB of host memory for the KV of requests that are moved out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,11 @@ class JobConfig:
     sampling: dict[str, object] = field(default_factory=dict)  # given on the command line; a row overrides
     generation_config: Literal["auto", "none"] = "auto"  # whether the model's own sampling defaults count
     prompt_column: str | None = None
+    template: str | None = None  # Jinja, of a row's columns; makes the prompt
+    system_prompt: str | None = None  # goes before the prompt, in the chat template
+    dataset_split: str | None = None
+    keep_columns: tuple[str, ...] | None = None  # the input's columns that the output has; None: all
+    shard: str | None = None  # "i/n", or "slurm": this process's part of the rows
     row_params: bool = True
     limit: int | None = None
     on_overlong: Literal["error", "truncate-left", "truncate-right"] = "error"

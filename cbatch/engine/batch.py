@@ -102,4 +102,5 @@ def _step_tokens(item: ScheduledRequest) -> npt.NDArray[np.int64]:
 def _ragged_positions(starts: npt.NDArray[np.int64], lens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     """Count up from every start for as many tokens as its length says, all in one array."""
     offsets = np.cumsum(lens, dtype=np.int64) - lens
-    return np.arange(int(lens.sum()), dtype=np.int64) + np.repeat(starts - offsets, lens)
+    positions: npt.NDArray[np.int64] = np.arange(int(lens.sum()), dtype=np.int64) + np.repeat(starts - offsets, lens)
+    return positions

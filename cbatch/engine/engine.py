@@ -58,7 +58,9 @@ class Engine:
             plan.max_requests_per_batch,
             max_pages_read=cache.pool.num_usable * cache.pool.pages_per_chunk,
         )
-        self._scheduler = SCHEDULERS[plan.scheduler_type](cache, limits)
+        self._scheduler = SCHEDULERS[plan.scheduler_type](
+            cache, limits, safety_margin=plan.safety_margin, num_host_pages=plan.num_host_pages
+        )
         self._window = WAITING_WINDOW * plan.max_requests_per_batch
         self._began: float | None = None
 
@@ -85,7 +87,7 @@ class Engine:
             max_model_len=plan.max_model_len,
             allow_block_sharing=plan.allow_block_sharing,
         )
-        return cls(config, plan, loaded, cache, ModelRunner(loaded, cache.pool, cache.allocators, plan.page_size))
+        return cls(config, plan, loaded, cache, ModelRunner(loaded, cache.pool, cache.allocators, plan.num_host_pages))
 
     def generate(self, prompts: Iterable[Prompt]) -> Iterator[RequestOutput]:
         """Complete `prompts`, read lazily; results come in the order in which they finish."""
@@ -192,8 +194,10 @@ class Engine:
         stats.steps += 1
         stats.num_running = len(self._scheduler.active)
         stats.num_waiting = len(self._scheduler.waiting)
-        stats.soft_resets += plan.num_soft_resets
-        stats.preemptions += plan.num_soft_resets
+        stats.offloads += plan.moves.num_offloads
+        stats.restores += plan.moves.num_restores
+        stats.soft_resets += plan.moves.num_soft_resets
+        stats.preemptions += plan.moves.num_offloads + plan.moves.num_soft_resets
         stats.output_tokens += num_sampled
         stats.cache_usage = self._cache.usage
         for request in (f.request for f in finished):

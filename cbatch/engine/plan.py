@@ -7,20 +7,25 @@ what is left for the cache is known. The plan is frozen, printed at the start an
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from math import lcm
+from typing import TypeVar
 
 from cbatch.config import EngineConfig
 from cbatch.engine.cache.build import group_layers
-from cbatch.engine.cache.pool import NUM_RESERVED_CHUNKS
 from cbatch.engine.memory import FreeMemory
 from cbatch.engine.scheduler import SCHEDULERS
+from cbatch.engine.sizing import StepFootprint, block_bytes, num_blocks_in, page_bytes, step_footprint
 from cbatch.errors import DoesNotFitError, UsageError
 from cbatch.models.inspect import ModelShape
 from cbatch.models.load import LoadedModel
-from cbatch.units import ceil_div, format_bytes
+from cbatch.units import GIB, ceil_div, format_bytes
 
 DEFAULT_PAGE_SIZE = 16  # as vLLM's; wastes half a page per request, under 4 % from 200 tokens on
+MIN_BATCH_TOKENS = 16
+TOKENS_PER_REQUEST = 4  # of a batch whose size memory limits
+STEP_SHARE = 0.25  # of the memory, at most, for a step's tensors; the rest is cache
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,10 @@ class EnginePlan:
     max_requests_per_batch: int
     max_memory_percent: float
     scheduler_type: str
+    safety_margin: float
     allow_block_sharing: bool
+    cpu_offload_space: float  # GiB
+    num_host_pages: int  # that it holds, a page being one layer's
     attention: str
     reasons: dict[str, str]
 
@@ -67,6 +75,10 @@ def check_config(config: EngineConfig, shape: ModelShape) -> None:
             raise UsageError(f"{name} is {value}; it must be at least 1")
     if config.max_memory_percent is not None and not 0 < config.max_memory_percent <= 1:
         raise UsageError(f"max_memory_percent is {config.max_memory_percent}; it must be above 0 and at most 1")
+    if config.safety_margin is not None and not 0 <= config.safety_margin < 1:
+        raise UsageError(f"safety_margin is {config.safety_margin}; it must be at least 0 and below 1")
+    if not 0 <= config.cpu_offload_space < float("inf"):
+        raise UsageError(f"cpu_offload_space is {config.cpu_offload_space} GiB; it must be at least 0")
     if config.scheduler_type is not None and config.scheduler_type not in SCHEDULERS:
         raise UsageError(f"unknown scheduler_type '{config.scheduler_type}'", hint=f"known: {', '.join(SCHEDULERS)}")
     if config.max_model_len is not None and config.max_model_len > shape.context_length:
@@ -77,38 +89,27 @@ def check_config(config: EngineConfig, shape: ModelShape) -> None:
 
 
 def plan_engine(config: EngineConfig, loaded: LoadedModel, memory: FreeMemory, attention: str) -> EnginePlan:
-    """Decide every setting, with `memory` bytes free now that the weights are in. Raises DoesNotFitError."""
+    """Decide every setting, with `memory` free now that the weights are in. Raises DoesNotFitError."""
     shape, device = loaded.shape, loaded.device
     defaults = CPU_DEFAULTS if device.type == "cpu" else GPU_DEFAULTS
-    reasons = {"dtype": loaded.dtype_reason, "device": loaded.device_reason, "num_threads": loaded.num_threads_reason}
-
-    def decide(name: str, asked: int | None, default: int, why: str) -> int:
-        reasons[name] = "given" if asked is not None else why
-        return default if asked is None else asked
-
-    max_model_len = decide("max_model_len", config.max_model_len, shape.context_length, "the model's context")
-    page_size = decide("page_size", config.page_size, DEFAULT_PAGE_SIZE, "default")
     by_device = f"default on {device.type.upper()}"
-    max_batch_tokens = decide("max_batch_tokens", config.max_batch_tokens, defaults.max_batch_tokens, by_device)
-    max_requests = decide(
-        "max_requests_per_batch", config.max_requests_per_batch, defaults.max_requests_per_batch, by_device
-    )
-    if max_requests > max_batch_tokens:
-        max_requests = max_batch_tokens
-        reasons["max_requests_per_batch"] = "max_batch_tokens, as every request of a batch computes a token"
-    percent = config.max_memory_percent or defaults.max_memory_percent
-    reasons["max_memory_percent"] = "given" if config.max_memory_percent else by_device
-    budget = memory.num_bytes * percent - _step_bytes(shape, loaded.dtype, max_batch_tokens, max_requests)
-    fitting = int(budget // block_bytes(shape, loaded.dtype, page_size)) - NUM_RESERVED_CHUNKS
-    usable = max_requests * ceil_div(max_model_len, page_size)
-    num_blocks = decide("num_blocks", config.num_blocks, min(fitting, usable), "")
-    if config.num_blocks is None:
-        limit = f"{percent:.0%} of {format_bytes(memory.num_bytes)} ({memory.source})"
-        reasons["num_blocks"] = limit if fitting <= usable else "all that max_requests_per_batch requests can use"
-    _check_fit(config, num_blocks, fitting, memory, block_bytes(shape, loaded.dtype, page_size))
-    reasons["scheduler_type"] = "given" if config.scheduler_type else "default"
-    sharing, reasons["allow_block_sharing"] = _decide_sharing(config, shape, max_model_len)
-    reasons["attention"] = "the only implementation for this device"
+    decided = _Decisions()
+    decided.note("dtype", loaded.dtype_reason)
+    decided.note("device", loaded.device_reason)
+    decided.note("num_threads", loaded.num_threads_reason)
+    max_model_len = decided.choose("max_model_len", config.max_model_len, shape.context_length, "the model's context")
+    page_size = decided.choose("page_size", config.page_size, DEFAULT_PAGE_SIZE, "default")
+    percent = decided.choose("max_memory_percent", config.max_memory_percent, defaults.max_memory_percent, by_device)
+    offload = decided.choose("cpu_offload_space", config.cpu_offload_space or None, 0.0, "off by default")
+    host_pages = int(offload * GIB) // page_bytes(shape, loaded.dtype, page_size)
+    budget = memory.num_bytes * percent - (offload * GIB if device.type == "cpu" else 0)
+    batch = _plan_batch(config, loaded, decided, defaults, max_model_len, budget)
+    num_blocks = _plan_num_blocks(config, loaded, decided, batch, memory, budget)
+    scheduler_type = decided.choose("scheduler_type", config.scheduler_type, "fifo", "default")
+    margin = SCHEDULERS[scheduler_type].default_safety_margin
+    sharing, reason = _decide_sharing(config, shape, max_model_len)
+    decided.note("allow_block_sharing", reason)
+    decided.note("attention", "the only implementation for this device")
     return EnginePlan(
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(device),
@@ -116,13 +117,112 @@ def plan_engine(config: EngineConfig, loaded: LoadedModel, memory: FreeMemory, a
         max_model_len=max_model_len,
         page_size=page_size,
         num_blocks=num_blocks,
-        max_batch_tokens=max_batch_tokens,
-        max_requests_per_batch=max_requests,
+        max_batch_tokens=batch.max_batch_tokens,
+        max_requests_per_batch=batch.max_requests,
         max_memory_percent=percent,
-        scheduler_type=config.scheduler_type or "fifo",
+        scheduler_type=scheduler_type,
+        safety_margin=decided.choose("safety_margin", config.safety_margin, margin, f"default of {scheduler_type}"),
         allow_block_sharing=sharing,
+        cpu_offload_space=offload,
+        num_host_pages=host_pages,
         attention=attention,
-        reasons=reasons,
+        reasons=decided.reasons,
+    )
+
+
+class _Decisions:
+    """Collects the reason of every value as it is chosen."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+
+    def note(self, name: str, reason: str) -> None:
+        self.reasons[name] = reason
+
+    def choose(self, name: str, asked: Value | None, default: Value, why: str) -> Value:
+        self.note(name, "given" if asked is not None else why)
+        return default if asked is None else asked
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The largest batch, and what the rest of the sizing needs to know of it."""
+
+    max_batch_tokens: int
+    max_requests: int
+    max_model_len: int
+    page_size: int
+    pages_per_chunk: int
+    footprint: StepFootprint
+
+
+def _plan_batch(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    decided: _Decisions,
+    defaults: DeviceDefaults,
+    max_model_len: int,
+    budget: float,
+) -> _Batch:
+    """Choose the batch's limits: the defaults, halved until a step takes no more than its share of the memory."""
+    by_device = f"default on {loaded.device.type.upper()}"
+    tokens = config.max_batch_tokens or defaults.max_batch_tokens
+    requests = min(config.max_requests_per_batch or defaults.max_requests_per_batch, tokens)
+
+    def footprint() -> StepFootprint:
+        return step_footprint(
+            loaded.shape, loaded.dtype, max_batch_tokens=tokens, max_requests=requests, max_model_len=max_model_len
+        )
+
+    while config.max_batch_tokens is None and tokens > MIN_BATCH_TOKENS and footprint().total > STEP_SHARE * budget:
+        tokens //= 2
+        if config.max_requests_per_batch is None:
+            requests = min(requests, max(1, tokens // TOKENS_PER_REQUEST))
+    scarce = f"halved until a step takes at most {STEP_SHARE:.0%} of the memory"
+    decided.choose(
+        "max_batch_tokens",
+        config.max_batch_tokens,
+        tokens,
+        by_device if tokens == defaults.max_batch_tokens else scarce,
+    )
+    reason = by_device if requests == defaults.max_requests_per_batch else "goes with max_batch_tokens"
+    given = config.max_requests_per_batch if requests == config.max_requests_per_batch else None
+    decided.choose("max_requests_per_batch", given, requests, reason)
+    groups = group_layers(loaded.shape.sliding_windows, max_model_len)
+    return _Batch(
+        max_batch_tokens=tokens,
+        max_requests=requests,
+        max_model_len=max_model_len,
+        page_size=config.page_size or DEFAULT_PAGE_SIZE,
+        pages_per_chunk=lcm(*map(len, groups.values())),
+        footprint=footprint(),
+    )
+
+
+def _plan_num_blocks(
+    config: EngineConfig, loaded: LoadedModel, decided: _Decisions, batch: _Batch, memory: FreeMemory, budget: float
+) -> int:
+    """Choose the size of the cache: what is left, and no more than the largest batch can use."""
+    left = budget - batch.footprint.total
+    fitting = max(0, num_blocks_in(left, loaded.shape, loaded.dtype, batch.page_size, batch.pages_per_chunk))
+    usable = batch.max_requests * ceil_div(batch.max_model_len, batch.page_size)
+    reason = f"what a step leaves of {format_bytes(budget)} (max_memory_percent of the {memory.source})"
+    if usable < fitting:
+        reason = "all that max_requests_per_batch requests can use"
+    num_blocks = decided.choose("num_blocks", config.num_blocks, min(fitting, usable), reason)
+    if 1 <= num_blocks <= fitting:
+        return num_blocks
+    have = f"{format_bytes(budget)} of {format_bytes(memory.num_bytes)} ({memory.source}) may be taken"
+    needs = f"a step of {batch.max_batch_tokens} tokens takes {format_bytes(batch.footprint.total)} of it"
+    if config.num_blocks is None:
+        raise DoesNotFitError(
+            f"no memory is left for the KV cache: {have}, and {needs}",
+            hint="lower max_batch_tokens or max_model_len, raise max_memory_percent, or take a smaller model",
+        )
+    asked = format_bytes(num_blocks * block_bytes(loaded.shape, loaded.dtype, batch.page_size))
+    raise DoesNotFitError(
+        f"num_blocks {num_blocks} needs {asked}, but {have}, and {needs}",
+        hint=f"at most {fitting} blocks of {batch.page_size} tokens fit",
     )
 
 
@@ -132,31 +232,3 @@ def _decide_sharing(config: EngineConfig, shape: ModelShape, max_model_len: int)
     if config.allow_block_sharing is None:
         return True, "on by default: all layers attend to the whole context"
     return config.allow_block_sharing, "given"
-
-
-def block_bytes(shape: ModelShape, dtype: torch.dtype, page_size: int) -> int:
-    """Count the bytes of one page of keys and values in every layer."""
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * page_size * dtype.itemsize
-
-
-def _step_bytes(shape: ModelShape, dtype: torch.dtype, max_batch_tokens: int, max_requests: int) -> int:
-    """Estimate what one forward pass needs beside weights and cache: activations, logits, index tensors."""
-    hidden = 8 * shape.hidden_size + 3 * shape.intermediate_size  # live at once in a layer, values a token
-    logits = max_requests * shape.vocab_size * (dtype.itemsize + torch.float32.itemsize)
-    indices = 3 * max_batch_tokens * torch.int64.itemsize
-    return max_batch_tokens * hidden * dtype.itemsize + logits + indices
-
-
-def _check_fit(config: EngineConfig, num_blocks: int, fitting: int, memory: FreeMemory, bytes_per_block: int) -> None:
-    if 1 <= num_blocks <= fitting:
-        return
-    have = f"{format_bytes(memory.num_bytes)} ({memory.source})"
-    if config.num_blocks is None:
-        raise DoesNotFitError(
-            f"no memory is left for the KV cache: {have}",
-            hint="lower max_batch_tokens or max_requests_per_batch, raise max_memory_percent, or take a smaller model",
-        )
-    raise DoesNotFitError(
-        f"num_blocks {num_blocks} needs {format_bytes(num_blocks * bytes_per_block)}, and there is {have}",
-        hint=f"at most {max(fitting, 0)} blocks of this size fit",
-    )

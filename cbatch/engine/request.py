@@ -69,7 +69,7 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt on its way through the engine. Written by the scheduler, and its tables by the cache manager."""
+    """A prompt on its way through the engine. Written by the scheduler; its tables by the cache manager."""
 
     prompt: Prompt
     max_tokens: int
@@ -78,7 +78,8 @@ class Request:
     token_ids: list[int]  # prompt and generated
     tables: list[list[int]]  # one block table per allocator
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, as far as needed
-    num_computed_tokens: int = 0  # tokens whose KV is in the cache
+    host_pages: list[int] = field(default_factory=list)  # where its KV lies while it is moved out
+    num_computed_tokens: int = 0  # tokens whose KV is in the cache, or on the host
     num_ever_computed: int = 0  # the most that it was, before a soft reset took it back
     status: RequestStatus = RequestStatus.PENDING
     scheduled_at: float | None = None

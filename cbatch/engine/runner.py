@@ -13,6 +13,7 @@ from torch import Tensor
 from cbatch.engine.batch import BatchBuilder, StepInputs
 from cbatch.engine.cache.allocator import CacheAllocator
 from cbatch.engine.cache.pool import CachePool
+from cbatch.engine.offload import Moves
 from cbatch.engine.sampling import sample
 from cbatch.engine.scheduler import StepPlan
 from cbatch.errors import RowError
@@ -24,13 +25,17 @@ class ModelRunner:
     """A loaded model with the cache memory that it reads and writes."""
 
     def __init__(
-        self, loaded: LoadedModel, pool: CachePool, allocators: Sequence[CacheAllocator], page_size: int
+        self, loaded: LoadedModel, pool: CachePool, allocators: Sequence[CacheAllocator], num_host_pages: int
     ) -> None:
-        shape = loaded.shape
+        shape, page_size = loaded.shape, allocators[0].page_size
         pages = (pool.pages_per_chunk * pool.num_chunks, shape.num_kv_heads, page_size, shape.head_dim)
         # Not zeroed: memory that no token was written to is never read into a result, and so never paid for.
         self.key_pages = torch.empty(pages, dtype=loaded.dtype, device=loaded.device)
         self.value_pages = torch.empty_like(self.key_pages)
+        # Pinned, so that copies need no staging; where the model runs on the CPU an ordinary second buffer.
+        on_gpu = loaded.device.type == "cuda"
+        self.host_key_pages = torch.empty((num_host_pages, *pages[1:]), dtype=loaded.dtype, pin_memory=on_gpu)
+        self.host_value_pages = torch.empty_like(self.host_key_pages, pin_memory=on_gpu)
         self._model = loaded.model
         self._builder = BatchBuilder(allocators, loaded.device)
         lanes = {layer: lane for allocator in allocators for lane, layer in enumerate(allocator.layers)}
@@ -44,6 +49,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[int | RowError]:
         """Compute a step; return a token, or a failure, per request that samples, in plan order."""
+        self._move_pages(plan.moves)
         inputs = self._builder.build(plan)
         logits = self._forward(inputs)
         if not len(inputs.result_order):
@@ -51,6 +57,16 @@ class ModelRunner:
         tokens = sample(logits, inputs.sampling).tolist()
         finite = torch.isfinite(logits.amax(dim=-1)).tolist()
         return [tokens[row] if finite[row] else _not_finite(logits.dtype) for row in inputs.result_order]
+
+    def _move_pages(self, moves: Moves) -> None:
+        """Carry out a step's copies between cache and host, all pages of a direction in one transfer."""
+        for cache, host in ((self.key_pages, self.host_key_pages), (self.value_pages, self.host_value_pages)):
+            if moves.out:
+                pages = torch.tensor(moves.out.cache_pages, device=cache.device)
+                host[moves.out.host_pages] = cache.index_select(0, pages).to(host.device)
+            if moves.back:
+                pages = torch.tensor(moves.back.cache_pages, device=cache.device)
+                cache.index_copy_(0, pages, host[moves.back.host_pages].to(cache.device))
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """Return the logits [R, vocab] of the tokens that sample, and write the step's KV in place."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cbatch.engine.cache.manager import Admission, CacheManager
+from cbatch.engine.offload import Moves, OffloadManager
 from cbatch.engine.request import Request, RequestStatus
 from cbatch.engine.stopping import Stop
 from cbatch.errors import RowError
@@ -47,7 +48,7 @@ class StepPlan:
     items: list[ScheduledRequest] = field(default_factory=list)
     num_tokens: int = 0
     num_pages_read: int = 0
-    num_soft_resets: int = 0
+    moves: Moves = field(default_factory=Moves)  # carried out before the forward pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,15 @@ class FinishedRequest:
 class Scheduler(ABC):
     """The mechanism that all policies share; a policy orders the candidates of a step."""
 
-    def __init__(self, cache: CacheManager, limits: StepLimits) -> None:
+    default_safety_margin: float
+
+    def __init__(
+        self, cache: CacheManager, limits: StepLimits, *, safety_margin: float = 0.0, num_host_pages: int = 0
+    ) -> None:
         self.cache = cache
         self.limits = limits
+        self.offload = OffloadManager(cache, num_host_pages)
+        self._safety_margin = safety_margin  # share of the cache that is kept from new requests
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []  # in the order in which they were admitted
 
@@ -88,13 +95,17 @@ class Scheduler(ABC):
     def schedule(self, now: float) -> StepPlan:
         """Choose the next step; `now` in monotonic seconds. Empty only if there is no work."""
         plan = StepPlan()
-        starved = self._schedule_active(plan)
+        starved = self._schedule_requests(self.order_active(), plan)
         # What starves needs the blocks more than what waits.
         if not starved:
             self._admit_waiting(plan)
-        while not plan.items and self.active:
-            self._soft_reset_newest(plan)
-            self._schedule_active(plan)
+        while starved:
+            # Where a batch stands, only the starved move: those in it keep their cache.
+            self._move_out_newest(set(starved if plan.items else self.active), plan)
+            rest = starved if plan.items else self.order_active()
+            starved = self._schedule_requests([r for r in rest if r.status is not RequestStatus.PENDING], plan)
+        if not plan.items:
+            self._admit_waiting(plan)
         for request in (item.request for item in plan.items):
             request.scheduled_at = now if request.scheduled_at is None else request.scheduled_at
         return plan
@@ -124,10 +135,10 @@ class Scheduler(ABC):
 
     # Scheduling
 
-    def _schedule_active(self, plan: StepPlan) -> list[Request]:
+    def _schedule_requests(self, requests: Iterable[Request], plan: StepPlan) -> list[Request]:
         """Give active requests their tokens; return those that found no block."""
         starved: list[Request] = []
-        for request in self.order_active():
+        for request in requests:
             num_tokens = self._num_tokens_within_limits(request, plan)
             if num_tokens == 0:
                 continue
@@ -144,6 +155,8 @@ class Scheduler(ABC):
         while self.waiting and self._has_budget(plan) and len(deferred) < self.limits.max_requests_per_batch:
             if len(self.active) >= self.limits.max_requests_per_batch:
                 break
+            if self.active and 1.0 - self.cache.usage < self._safety_margin:
+                break
             request = self.waiting[0]
             admission = self.cache.admit(request, reserved)
             if admission is Admission.NO_ROOM:
@@ -152,6 +165,8 @@ class Scheduler(ABC):
             if admission is Admission.AWAITS_PREFIX:
                 deferred.append(request)
                 continue
+            if request.host_pages:
+                self.offload.move_back(request, plan.moves)
             self._book_admitted(request)
             num_tokens = self._num_tokens_within_limits(request, plan)
             if num_tokens > 0:
@@ -161,6 +176,12 @@ class Scheduler(ABC):
             missing = self.cache.num_missing_blocks(request, request.num_tokens)
             reserved = [r + m for r, m in zip(reserved, missing, strict=True)]
         self.waiting.extendleft(reversed(deferred))
+
+    def _split_active(self) -> tuple[list[Request], list[Request]]:
+        """Tell the active requests that lack one token's KV from those that lack more."""
+        decodes = [request for request in self.active if request.num_uncomputed == 1]
+        prefills = [request for request in self.active if request.num_uncomputed > 1]
+        return decodes, prefills
 
     def _blocks_promised(self) -> list[int]:
         """Count per allocator the blocks that active requests still need for the tokens that they have."""
@@ -190,16 +211,15 @@ class Scheduler(ABC):
         plan.num_tokens += num_tokens
         plan.num_pages_read += self.cache.num_pages_read(request, request.num_computed_tokens + num_tokens)
 
-    def _soft_reset_newest(self, plan: StepPlan) -> None:
-        """Send the newest active request back to the queue; its tokens stay, its blocks go."""
-        request = self.active.pop()
-        assert self.active, "the last active request cannot starve: the cache holds it alone"
-        self.cache.release(request)
-        request.num_computed_tokens = 0
-        request.preemptions += 1
-        request.status = RequestStatus.PENDING
-        self.waiting.appendleft(request)
-        plan.num_soft_resets += 1
+    def _move_out_newest(self, candidates: set[Request], plan: StepPlan) -> None:
+        """Send the one of `candidates` that was admitted last back to the head of the queue."""
+        newest = next(r for r in reversed(self.active) if r in candidates)
+        # The cache holds any request alone. Only where attention types share it can the last one starve, its blocks
+        # scattered over chunks that others left: then it moves too, and packs them anew.
+        assert len(self.active) > 1 or len(self.cache.allocators) > 1, "the last active request starves"
+        self.active.remove(newest)
+        self.offload.move_out(newest, plan.moves)
+        self.waiting.appendleft(newest)
 
     # Booking
 
@@ -228,14 +248,21 @@ class Scheduler(ABC):
 class FifoScheduler(Scheduler):
     """Active decodes, then active prefills, then waiting requests in arrival order."""
 
+    default_safety_margin = 0.15
+
     def order_active(self) -> Iterable[Request]:
-        prefills: list[Request] = []
-        for request in self.active:
-            if request.num_uncomputed == 1:
-                yield request
-            else:
-                prefills.append(request)
-        yield from prefills
+        decodes, prefills = self._split_active()
+        return [*decodes, *prefills]
 
 
-SCHEDULERS: dict[str, type[Scheduler]] = {"fifo": FifoScheduler}
+class PrefillFirstScheduler(Scheduler):
+    """Prompts that were split are completed before decoding resumes; then waiting requests in arrival order."""
+
+    default_safety_margin = 0.0
+
+    def order_active(self) -> Iterable[Request]:
+        decodes, prefills = self._split_active()
+        return [*prefills, *decodes]
+
+
+SCHEDULERS: dict[str, type[Scheduler]] = {"fifo": FifoScheduler, "prefill_first": PrefillFirstScheduler}

@@ -21,7 +21,8 @@ class EngineStats:
     recomputed_tokens: int = 0  # computed again after a soft reset
     output_tokens: int = 0
     preemptions: int = 0
-    offloads: int = 0
+    offloads: int = 0  # requests moved to the host
+    restores: int = 0  # and back
     soft_resets: int = 0
     waste_sum: float = 0.0  # of the per-step waste fractions
     waste_steps: int = 0

@@ -205,7 +205,7 @@ class Harness:
         """Schedule, run, update; the time is the number of the step, and half a step later when it has run."""
         plan = self.scheduler.schedule(float(self.num_steps))
         self.num_steps += 1
-        self.num_soft_resets += plan.num_soft_resets
+        self.num_soft_resets += plan.moves.num_soft_resets
         self._check_plan(plan)
         check_cache(self.cache, list(self._requests.values()))
         finished = self.scheduler.update(plan, self.runner.run(plan), self.num_steps - 0.5)
@@ -241,7 +241,7 @@ class Harness:
             assert item.num_computed_before == request.num_computed_tokens
             size = self.cache.allocators[0].page_size
             assert all(len(table) * size >= stop for table in request.tables), "no slots for the step's tokens"
-            pages += len(range(0, stop, size))
+            pages += len(range(0, stop, size)) * len(self.cache.allocators[0].layers)
         assert plan.num_pages_read == pages <= self.limits.max_pages_read
         assert set(active) | set(self.scheduler.waiting) == set(self._requests.values())
         assert len(active) + len(self.scheduler.waiting) == len(self._requests)

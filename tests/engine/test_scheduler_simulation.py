@@ -243,7 +243,7 @@ def test_every_step_is_the_plodding_ones_and_every_token_the_models(seeds: range
             assert harness.num_steps < 5_000, f"seed {seed} does not end"
             expected, resets = twin.schedule()
             plan = harness.step()
-            assert (triples(plan), plan.num_soft_resets) == (expected, resets), f"seed {seed}"
+            assert (triples(plan), plan.moves.num_soft_resets) == (expected, resets), f"seed {seed}"
             twin.update(expected)
             assert [r.request_id for r in harness.scheduler.waiting] == [job.job_id for job in twin.waiting]
             assert [r.request_id for r in harness.scheduler.active] == [job.job_id for job in twin.active]

@@ -58,16 +58,16 @@ class CacheManager:
     def admit(self, request: Request, reserved: BlockCounts) -> Admission:
         """Let `request` join with the blocks of its longest cached prefix, if the rest of its tokens has room.
 
-        Sets `num_computed_tokens` to what was matched. `reserved` blocks are promised to others. Where the answer
-        is not JOINED nothing has been allocated.
+        Raises `num_computed_tokens` to what was matched, where less was computed. `reserved` blocks are promised to
+        others. Where the answer is not JOINED nothing has been allocated.
         """
         matched: list[int] = []
         if self._sharing is not None:
             extend_block_hashes(request.block_hashes, request.token_ids, self._sharing.page_size)
-            # At least one token is computed, or there would be no logits to sample from.
-            matchable = request.block_hashes[: (len(request.token_ids) - 1) // self._sharing.page_size]
+            matchable = request.block_hashes[: self._num_matchable(request, self._sharing.page_size)]
             matched = self._sharing.index.match(matchable)
-            if len(matched) < len(matchable) and matchable[len(matched)] in self._in_flight:
+            is_next_in_flight = len(matched) < len(matchable) and matchable[len(matched)] in self._in_flight
+            if is_next_in_flight and not request.host_pages:
                 return Admission.AWAITS_PREFIX
         needed = [n + r for n, r in zip(self.num_missing_blocks(request, request.num_tokens), reserved, strict=True)]
         if self._sharing is not None:
@@ -76,10 +76,18 @@ class CacheManager:
             return Admission.NO_ROOM
         if self._sharing is not None:
             self._sharing.share(request.tables[0], matched)
-            request.num_computed_tokens = len(matched) * self._sharing.page_size
-            for digest in request.block_hashes[len(matched) :]:
+            num_matched = len(matched) * self._sharing.page_size
+            request.num_computed_tokens = max(request.num_computed_tokens, num_matched)
+            for digest in request.block_hashes[request.num_computed_tokens // self._sharing.page_size :]:
                 self._in_flight.setdefault(digest, request.request_id)
         return Admission.JOINED
+
+    def _num_matchable(self, request: Request, page_size: int) -> int:
+        """Count the blocks that `request` could take from others."""
+        if request.host_pages:
+            return request.num_computed_tokens // page_size
+        # At least one token is computed, or there would be no logits to sample from.
+        return (request.num_tokens - 1) // page_size
 
     def extend(self, request: Request, num_tokens: int) -> bool:
         """Grow all tables of `request` in place to hold `num_tokens` tokens, or none of them."""
@@ -114,6 +122,21 @@ class CacheManager:
                 del self._in_flight[digest]
         for allocator, table in zip(self.allocators, request.tables, strict=True):
             allocator.release(table, keep_content=keep_content)
+
+    # Where the content lies
+
+    def pages_per_block(self, allocator: int) -> int:
+        """Count the pages of one block of an attention type: its layers."""
+        return len(self.allocators[allocator].layers)
+
+    def pages_in_use(self, request: Request) -> list[int]:
+        """List the pages that hold computed tokens of `request`, block after block, a page a layer."""
+        return [
+            block + layer * self.pool.num_chunks
+            for allocator, table in zip(self.allocators, request.tables, strict=True)
+            for block in table[: allocator.num_missing_blocks([], request.num_computed_tokens)]
+            for layer in range(len(allocator.layers))
+        ]
 
     # What a report shows
 
