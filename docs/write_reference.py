@@ -1,6 +1,6 @@
 """Write docs/reference.md from the code: every option of `cbatch run` and every column of its output.
 
-    make docs
+make docs
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ def convert(gguf: Path, folder: Path) -> None:
     os.environ["TQDM_DISABLE"] = "1"  # read at import: the conversion takes seconds and needs no bars
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,

@@ -24,7 +24,6 @@ EXIT_PIPE = 141  # as a shell reports a process ended by SIGPIPE
 app = typer.Typer(
     name=PROGRAM,
     help="Offline batch inference with language models: prompts in, completions and latency columns out.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -40,19 +39,28 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
-def _program(
-    _version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
+def _show_help(context: typer.Context, asked: bool) -> None:
+    if asked:
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+_VERSION = Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")]
+_HELP = Annotated[bool, typer.Option("--help", "-h", callback=_show_help, is_eager=True, help="Show this message.")]
+
+
+@app.callback(add_help_option=False)  # Typer's own loads pydantic before every command
+def _program(_version: _VERSION = False, _help: _HELP = False) -> None:
     pass
 
 
 def _run(inputs: list[str] | None, config: str | None, **given: Any) -> int:
-    """Complete every prompt of INPUT and write the results to a file, row for row.
+    """Complete every prompt of an input and write the results, row for row.
 
-    INPUT is one or more .jsonl or .parquet files.
+    INPUT is a .jsonl, .parquet or .csv file (.gz and .zst too), a pattern, a URL, a folder or the name of a Hugging
+    Face dataset, or - for JSON lines on standard input. Several are read one after the other.
+
+    A job that was stopped, by whatever, goes on where it was when the same command runs again.
     """
     return run_command(inputs or [], config, given)
 
@@ -77,7 +85,8 @@ def main() -> int:
         sys.stdout.flush()
         return int(code or 0)
     except typer.TyperException as error:
-        say(f"{error.format_message()} ({PROGRAM} --help lists the commands)")
+        context = getattr(error, "ctx", None)
+        say(f"{error.format_message()} (see {context.command_path if context else PROGRAM} --help)")
         return error.exit_code
     except CbatchError as error:
         say(str(error))

@@ -5,8 +5,6 @@ Leaves out merging with the command line, which wins, and what a whole configura
 
 from __future__ import annotations
 
-import difflib
-import tomllib
 from pathlib import Path
 
 from cbatch.cli.options import ALIASES, BY_NAME
@@ -18,6 +16,8 @@ INPUTS = "inputs"  # the command's arguments, which have no option
 
 def read_config_file(path: str) -> dict[str, object]:
     """Read the settings that a TOML file gives, each checked, under their own names."""
+    import tomllib
+
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -42,6 +42,8 @@ def read_config_file(path: str) -> dict[str, object]:
 def _setting(key: str, path: str) -> Setting:
     setting = BY_NAME.get(key) or ALIASES.get(key)
     if setting is None:
+        import difflib
+
         near = difflib.get_close_matches(key.replace("-", "_"), [*BY_NAME, INPUTS], n=1)
         hint = f"did you mean {near[0]}?" if near else "`cbatch run --help` lists the settings"
         raise UsageError(f"{path} gives {key}, which is no setting", hint=hint)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import os
 import sys
 import warnings
@@ -72,4 +71,3 @@ def quieten_libraries(*, verbose: bool) -> None:
         warnings.simplefilter("ignore")
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(name, "error")
-    logging.getLogger("transformers").setLevel(logging.ERROR)

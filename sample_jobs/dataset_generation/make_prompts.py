@@ -1,6 +1,6 @@
 """Write prompts.jsonl: one row for every topic in every style, each with a seed of its own.
 
-    python sample_jobs/dataset_generation/make_prompts.py
+python sample_jobs/dataset_generation/make_prompts.py
 """
 
 from __future__ import annotations

@@ -1,0 +1,43 @@
+"""What the tests of the command line share: the real program in a process, the stub engine in the model's place."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+STUB = [sys.executable, str(ROOT / "tests" / "stub_engine.py")]
+TIMEOUT_S = 120
+
+
+def run_stub(*arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `cbatch ARGUMENTS` in `cwd`."""
+    options = {"capture_output": True, "stdin": subprocess.DEVNULL} | options
+    return subprocess.run([*STUB, *arguments], cwd=cwd, text=True, timeout=TIMEOUT_S, **options)
+
+
+def run_job(cwd: Path, *more: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a job over in.jsonl to out.jsonl."""
+    return run_stub("run", "in.jsonl", "--model", "model", "-o", "out.jsonl", *more, cwd=cwd, **options)
+
+
+def shell(script: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a shell script in which "$@" is the program, in an environment with nothing but PATH and what is given."""
+    command = ["sh", "-c", script, "sh", *STUB]
+    names = {"PATH": os.environ["PATH"]} | environment
+    return subprocess.run(command, cwd=cwd, env=names, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def write_input(folder: Path, *rows: Any) -> None:
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (folder / "in.jsonl").write_text("".join(line + "\n" for line in lines))
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
