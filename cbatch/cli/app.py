@@ -91,11 +91,10 @@ def main() -> int:
     except CbatchError as error:
         say(str(error))
         return error.exit_code
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit):  # Typer makes the second of the first
         discard_stdout()
         return EXIT_PIPE
     except KeyboardInterrupt:
-        say("interrupted")
         return EXIT_ABORTED
     except Exception as error:
         say(f"internal error, {type(error).__name__}: {error} (run again with --debug to see where)")

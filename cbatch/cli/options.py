@@ -17,6 +17,7 @@ JOB = "Job"
 
 INFERRED = "inferred"
 DAY_S = 86_400
+TIB_GIB = 1_024
 SHARE = Bounds(0, 1, above=True)
 
 MODEL_SETTINGS = (
@@ -111,9 +112,18 @@ ENGINE_SETTINGS = (
         name="scheduler_type",
         target=EngineConfig,
         panel=ENGINE,
-        help="Who goes first: fifo takes requests in the order of the rows.",
+        help="Who goes first: fifo decodes before it takes on new prompts, prefill_first completes prompts first.",
         default="fifo",
-        only=("fifo",),
+        only=("fifo", "prefill_first"),
+    ),
+    Setting(
+        name="safety_margin",
+        target=EngineConfig,
+        panel=ENGINE,
+        help="Share of the KV cache that is kept from new requests; 0 keeps none.",
+        default="0.15 for fifo, 0 for prefill_first",
+        bounds=Bounds(0, 1),
+        metavar="FRACTION",
     ),
     Setting(
         name="allow_block_sharing",
@@ -121,6 +131,14 @@ ENGINE_SETTINGS = (
         panel=ENGINE,
         help="Compute a prefix that several prompts share only once.",
         default="on where the model allows it",
+    ),
+    Setting(
+        name="cpu_offload_space",
+        target=EngineConfig,
+        panel=ENGINE,
+        help="Host memory for the cache of requests that are moved out when the device's is full, in GiB.",
+        bounds=Bounds(0, TIB_GIB),
+        metavar="GIB",
     ),
 )
 

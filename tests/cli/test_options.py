@@ -1,4 +1,4 @@
-"""One word per setting: fields, options, TOML keys and docs agree, and the same checks hold wherever a value is from."""
+"""One word per setting: fields, options, TOML keys and docs agree, and the same checks hold for all sources."""
 
 from __future__ import annotations
 

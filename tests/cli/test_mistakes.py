@@ -1,0 +1,142 @@
+"""Every mistake of a user's is one line that names it and the way out, no traceback, with the right exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cbatch.cli import app
+from cbatch.errors import EngineError, InputError, UsageError
+from tests.cli.clikit import read_rows, run_job, run_stub, write_input
+
+Ending = Callable[..., tuple[int, str, str]]
+ARGUMENTS = ["run", "in.jsonl", "--model", "m", "-o", "out.jsonl"]
+
+
+@pytest.fixture
+def ending(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ending:
+    """A function that runs the program in this process, the job replaced, and returns exit code and streams."""
+
+    def run(*arguments: str, job: object = None) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["cbatch", *arguments])
+        if job is not None:
+            monkeypatch.setattr("cbatch.jobs.run.run_job", job)
+        code = app.main()
+        streams = capsys.readouterr()
+        return code, streams.out, streams.err
+
+    return run
+
+
+def raising(error: BaseException) -> object:
+    def job(*_arguments: object, **_options: object) -> None:
+        raise error
+
+    return job
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Missing command"),
+        (["rum"], "No such command 'rum'. Did you mean 'run'?"),
+        (["run"], "no input given (cbatch run FILE"),
+        (["run", "in.jsonl"], "no model given (--model"),
+        (["run", "in.jsonl", "--model", "m"], "no output given (-o"),
+        ([*ARGUMENTS, "--pagesize", "4"], "--page-size"),
+        ([*ARGUMENTS, "--page-size"], "'--page-size' requires an argument"),
+        ([*ARGUMENTS, "--page-size", "none"], "--page-size must be a whole number"),
+        ([*ARGUMENTS, "--gpu-memory-utilization", "0.9"], "No such option: --gpu-memory-utilization"),
+        ([*ARGUMENTS, "--speculation", "on"], "No such option: --speculation"),
+        ([*ARGUMENTS, "--quiet=yes"], "does not take a value"),
+        ([*ARGUMENTS, "--config", "gone.toml"], "--config gone.toml: No such file or directory"),
+        ([*ARGUMENTS, "--stop", "\udcff"], "--stop must be"),
+    ],
+)
+def test_a_usage_mistake_is_one_line_and_exit_code_2(ending: Ending, arguments: list[str], message: str) -> None:
+    code, out, err = ending(*arguments)
+    assert code == 2
+    assert not out
+    assert err.startswith("cbatch: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UsageError("the model is odd", hint="choose another"), 2),
+        (InputError("in.jsonl vanished"), 1),
+        (EngineError("the device was lost"), 1),
+        (MemoryError("no room"), 1),
+        (RuntimeError("two\nlines\tof\x1b[31m it"), 1),
+        (KeyboardInterrupt(), 130),
+        (BrokenPipeError(), 141),
+    ],
+)
+def test_however_a_job_fails_it_is_one_line(ending: Ending, error: BaseException, code: int) -> None:
+    got, out, err = ending(*ARGUMENTS, job=raising(error))
+    assert got == code
+    assert not out
+    assert "Traceback" not in err
+    assert "\x1b" not in err
+    assert err.count("\n") == (0 if isinstance(error, BrokenPipeError | KeyboardInterrupt) else 1)
+    if isinstance(error, UsageError):
+        assert err == "cbatch: the model is odd (choose another)\n"
+
+
+def test_debug_shows_where_it_arose(ending: Ending) -> None:
+    code, _, err = ending(*ARGUMENTS, "--debug", job=raising(UsageError("odd")))
+    assert code == 2
+    assert "Traceback" in err
+    assert err.endswith("cbatch: odd\n")
+
+
+def test_an_error_of_our_own_points_to_debug(ending: Ending) -> None:
+    _, _, err = ending(*ARGUMENTS, job=raising(KeyError("slot")))
+    assert err == "cbatch: internal error, KeyError: 'slot' (run again with --debug to see where)\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["gone.jsonl", "-o", "out.jsonl"], 2, "no such input: gone.jsonl"),
+        (["in.jsonl", "-o", "out.txt"], 2, ".jsonl or .parquet"),
+        (["in.jsonl", "-o", "in.jsonl"], 2, "would be overwritten"),
+        (["in.jsonl", "-o", "missing/out.jsonl"], 2, "missing"),
+        (["model", "-o", "out.jsonl"], 2, "is a directory"),
+    ],
+)
+def test_what_only_the_job_can_see_is_told_alike(tmp_path: Path, arguments: list[str], code: int, message: str) -> None:
+    write_input(tmp_path, {"prompt": "hello"})
+    done = run_stub("run", *arguments, "--model", "model", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_failed_rows_decide_the_exit_code(tmp_path: Path) -> None:
+    write_input(tmp_path, {"prompt": "hello"}, "broken", {"prompt": "world"}, {"prompt": "x", "temprature": 1})
+    done = run_job(tmp_path)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "2 of 4 rows failed; the first: " in last
+    assert "in.jsonl:2" in last
+    assert "--retry-errors" in last
+    assert [row["finish_reason"] for row in read_rows(tmp_path / "out.jsonl")] == ["stop", "error", "stop", "error"]
+    assert run_job(tmp_path, "--error-tolerance", "0.5", "--restart").returncode == 0
+    assert run_job(tmp_path, "--error-tolerance", "0.49", "--restart").returncode == 1
+
+
+def test_a_finished_job_says_so_and_does_nothing(tmp_path: Path) -> None:
+    write_input(tmp_path, {"prompt": "hello"})
+    assert run_job(tmp_path).returncode == 0
+    before = (tmp_path / "out.jsonl").stat().st_mtime_ns
+    again = run_job(tmp_path)
+    assert again.returncode == 0
+    assert "is finished already" in again.stderr
+    assert (tmp_path / "out.jsonl").stat().st_mtime_ns == before
