@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from cbatch.config import EngineConfig
 from cbatch.errors import UsageError
@@ -61,6 +60,8 @@ def load_model(config: EngineConfig, shape: ModelShape) -> LoadedModel:
     tokenizer = load_tokenizer(_tokenizer_source(config, source), shape.vocab_size)
     logger.info("loading %s in %s on %s", source.name, dtype.value, device.value)
     model = _load_weights(source, dtype.value)
+    if source.gguf_file is not None and config.tokenizer is None:
+        _check_gguf_tokenizer(model, tokenizer, source)
     fix_rotary_embeddings(model, config.max_model_len or shape.context_length)
     with loading("the weights", source):
         nn.Module.to(model, device.value)
@@ -95,6 +96,16 @@ def _describe(
     )
 
 
+def _check_gguf_tokenizer(model: PreTrainedModel, tokenizer: Tokenizer, source: ModelSource) -> None:
+    """Warn where transformers did not read BOS and EOS of a .gguf file's tokenizer, as 5.17 does not."""
+    if tokenizer.eos_token_id not in end_token_ids(model.config):
+        logger.warning(
+            "the tokenizer read from %s has another EOS than its model, and may lack BOS: upgrade transformers, or "
+            "give the original one with --tokenizer",
+            source.name,
+        )
+
+
 def _tokenizer_source(config: EngineConfig, source: ModelSource) -> ModelSource:
     if config.tokenizer is None:
         return source
@@ -105,8 +116,8 @@ def _load_weights(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
     """Load the weights on the CPU, in evaluation mode, with our attention. Raises UsageError where some are missing."""
     register_attention()
     arguments: dict[str, Any] = {**source.arguments(), "attn_implementation": ATTENTION_NAME, "dtype": dtype}
-    if source.gguf_file is not None and hasattr(transformers, "GgufConfig"):  # older versions always unpack
-        arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    if source.gguf_file is not None:
+        arguments["quantization_config"] = GgufConfig(dequantize=True)
     auto_model: Any = AutoModelForCausalLM
     with loading("the weights", source):
         model, info = auto_model.from_pretrained(source.path, output_loading_info=True, **arguments)

@@ -137,7 +137,7 @@ def test_gemma3s_pattern_is_read_as_transformers_reads_it(
         ("jamba", {}, "linear attention layers"),
         ("falcon_h1", {}, "hybrid layers"),
         ("qwen3_next", {}, "linear attention layers"),
-        ("recurrent_gemma", {}, "linear attention layers"),
+        ("recurrent_gemma", {}, "linear attention|recurrent"),
         ("llama4_text", {}, "chunked attention layers"),
         ("deepseek_v3", {}, "latent attention"),
         ("gemma3n_text", {}, "shares keys and values"),
