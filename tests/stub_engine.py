@@ -135,11 +135,14 @@ class StubEngine:
         return dropped
 
     def _take(self, prompt: Prompt) -> list[RequestOutput]:
-        if self.tokenizer.decode(prompt.token_ids).startswith("never fits"):
+        if self._refuses(prompt):
             error = RowError("does_not_fit", "the cache cannot hold this request")
             return [RequestOutput(prompt.request_id, len(prompt.token_ids), [], "error", error=error)]
         self._waiting.append(plan_completion(prompt, self.tokenizer, self.plan.max_model_len))
         return []
+
+    def _refuses(self, prompt: Prompt) -> bool:
+        return self.tokenizer.decode(prompt.token_ids).startswith("never fits")
 
     def _start(self, request: _Running) -> None:
         request.scheduled_at = time.time()

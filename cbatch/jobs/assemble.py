@@ -1,22 +1,26 @@
-"""The end of a job: the journal's entries, in the order asked for, become the output file. Called by run and merge."""
+"""The end of a job: the journal's entries, in the order asked for, become the output file. Called by `run`."""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cbatch.io.columns import merge_record, output_names
 from cbatch.io.sinks import open_sink
 from cbatch.jobs.journal import Entry, Journal
-from cbatch.jobs.totals import Targets, Totals
+from cbatch.jobs.openai import to_response
+from cbatch.jobs.totals import Totals
 from cbatch.jobs.writer import ABSENT
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+Tick = Callable[[], None]  # called once per row; whatever it raises leaves no output
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,77 +30,102 @@ class Layout:
     path: Path
     order: Literal["input", "completion"]
     return_token_ids: bool
-    schema: pa.Schema | None  # of the input's columns where it declares one
+    keep_columns: tuple[str, ...] | None
+    schema: pa.Schema | None  # of the input's columns where it is known
     colliding_names: frozenset[str]  # columns of the input that are named like ours
+    openai: bool = False  # responses of the OpenAI Batch format instead of columns
+
+    @property
+    def errors_path(self) -> Path:
+        """Where failed requests of an OpenAI Batch go."""
+        return self.path.with_name(f"{self.path.name}.errors.jsonl")
 
     @property
     def names(self) -> dict[str, str]:
         """Our columns and what they are called in the output."""
-        return output_names(sorted(self.colliding_names), token_ids=self.return_token_ids)
+        theirs = sorted(name for name in self.colliding_names if self.keeps(name))
+        return output_names(theirs, token_ids=self.return_token_ids)
+
+    def keeps(self, name: str) -> bool:
+        """Whether a column of the input is in the output."""
+        return self.keep_columns is None or name in self.keep_columns
+
+    def kept(self, columns: dict[str, Any]) -> dict[str, Any]:
+        """Return the columns of the input that are in the output."""
+        return columns if self.keep_columns is None else {k: v for k, v in columns.items() if self.keeps(k)}
+
+
+def columns_digest(layout: Layout) -> str:
+    """Hash the names and types of the output's columns, as far as they are known."""
+    look = (layout.path.suffix, sorted(layout.names.items()), layout.keep_columns, layout.openai, str(layout.schema))
+    return hashlib.blake2b(repr(look).encode(), digest_size=16).hexdigest()
 
 
 def content_digest(layout: Layout, offsets: array[int], rows_digest: str) -> str:
     """Hash what decides over the output's content: which entries, in which order, in which columns."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(repr((layout.path.suffix, layout.order, sorted(layout.names.items()), rows_digest)).encode())
+    look = (columns_digest(layout), layout.order, rows_digest)
+    digest = hashlib.blake2b(repr(look).encode(), digest_size=16)
     digest.update(memoryview(offsets))
     return digest.hexdigest()
 
 
-def assemble(
-    journal: Journal, offsets: array[int], layout: Layout, targets: Targets, tick: Callable[[int], None]
-) -> Totals:
-    """Write the output and let it appear, complete; `tick` is called with the number of every row.
-
-    Raises OutputError; whatever `tick` raises leaves no output either.
-    """
+def assemble(journal: Journal, offsets: array[int], layout: Layout, totals: Totals, tick: Tick) -> None:
+    """Write the output and let it appear, complete; every entry is added to `totals`. Raises OutputError."""
     assert ABSENT not in offsets, "a row has no entry"
-    totals = Totals(targets)
+    if layout.openai:
+        _assemble_responses(journal, offsets, layout, totals, tick)
+        return
     names = layout.names
     with open_sink(str(layout.path), _record_schema(journal, offsets, layout, tick)) as sink:
-        for number, entry in enumerate(_entries(journal, offsets, layout)):
-            tick(number)
+        for entry in _entries(journal, offsets, layout, tick):
             totals.add(entry)
-            sink.write(merge_record(entry.columns, entry.result, names))
+            # An earlier run may have been asked for more columns than this output has.
+            result = {name: value for name, value in entry.result.items() if name in names}
+            sink.write(merge_record(layout.kept(entry.columns), result, names))
         sink.commit()
-    return totals
 
 
-def add_up(
-    journal: Journal, offsets: array[int], layout: Layout, targets: Targets, tick: Callable[[int], None]
-) -> Totals:
-    """Compute the totals of an output that is there already."""
-    totals = Totals(targets)
-    for number, entry in enumerate(_entries(journal, offsets, layout)):
-        tick(number)
-        totals.add(entry)
-    return totals
+def _assemble_responses(journal: Journal, offsets: array[int], layout: Layout, totals: Totals, tick: Tick) -> None:
+    """Write responses and, where there are any, failures to a file of their own, which appears first."""
+    with ExitStack() as sinks:
+        answers = sinks.enter_context(open_sink(str(layout.path)))
+        errors = sinks.enter_context(open_sink(str(layout.errors_path)))
+        for entry in _entries(journal, offsets, layout, tick):
+            totals.add(entry)
+            line, failed = to_response(entry)
+            (errors if failed else answers).write(line)
+        if totals.rows_error:
+            errors.commit()
+        else:
+            layout.errors_path.unlink(missing_ok=True)
+        answers.commit()
 
 
-def _entries(journal: Journal, offsets: array[int], layout: Layout) -> Iterator[Entry]:
+def _entries(journal: Journal, offsets: array[int], layout: Layout, tick: Tick) -> Iterator[Entry]:
     if layout.order == "completion":
         import numpy as np
 
         offsets = array("q", np.sort(np.frombuffer(offsets, dtype=np.int64)).tobytes() if offsets else b"")
     for offset in offsets:
+        tick()
         yield journal.read(offset)
 
 
-def _record_schema(
-    journal: Journal, offsets: array[int], layout: Layout, tick: Callable[[int], None]
-) -> pa.Schema | None:
+def _record_schema(journal: Journal, offsets: array[int], layout: Layout, tick: Tick) -> pa.Schema | None:
     """The records' Arrow types: declared, or for Parquet found in a first pass over all rows."""
     declared = layout.schema
     if layout.path.suffix.lower() != ".parquet" and declared is None:
         return None
+    import pyarrow as pa
+
+    from cbatch.io.inference import TypeInference
     from cbatch.io.schema import output_schema
 
     if declared is None:
-        from cbatch.io.inference import TypeInference
-
         inference = TypeInference()
-        for number, offset in enumerate(offsets):
-            tick(number)
+        for offset in offsets:
+            tick()
             inference.observe(journal.read(offset).columns)
         declared = inference.schema()
+    declared = pa.schema([field for field in declared if layout.keeps(field.name)])
     return output_schema(declared, layout.names)

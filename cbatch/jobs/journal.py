@@ -41,6 +41,7 @@ class Head:
     generate_s: float = 0.0  # seconds of generation in that session when it finished
     computed_tokens: int = 0
     num_dropped: int = 0  # prompt tokens cut off
+    has_token_ids: bool = False
     fit: str | None = None  # how it was made to fit, where the context decided over it
 
     def as_dict(self) -> dict[str, Any]:
@@ -50,9 +51,10 @@ class Head:
             "ok": self.ok,
             "attempt": self.attempt,
             "session": self.session,
-            "generate_s": round(self.generate_s, 6),
+            "generate_s": self.generate_s,
             "computed_tokens": self.computed_tokens,
             "num_dropped": self.num_dropped,
+            "has_token_ids": self.has_token_ids,
             "fit": self.fit,
         }
 

@@ -41,6 +41,11 @@ def row_seed(job_seed: int, key: bytes) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
+def hash_text(text: str) -> bytes:
+    """Hash any text, half characters included."""
+    return _hash(text.encode("utf-8", "surrogatepass"))
+
+
 def _hash(*parts: bytes) -> bytes:
     return hashlib.blake2b(_FIELD_SEPARATOR.join(parts), digest_size=KEY_BYTES).digest()
 

@@ -58,6 +58,10 @@ class Ledger:
         """Memory of the tables."""
         return self._finished.num_bytes + self._seen.num_bytes + self._repeats.num_bytes
 
+    def forget(self) -> None:
+        """Give the memory back; nothing can be asked any more."""
+        del self._finished, self._seen, self._repeats
+
     def add(self, key: bytes, offset: int, attempt: int, *, retry: bool = False) -> None:
         """Remember the journal's entry of a row, in the place of an earlier one; `retry` has it run again."""
         attempt = min(attempt, _ATTEMPT_MASK)

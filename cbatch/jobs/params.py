@@ -137,6 +137,10 @@ class ParamReader:
         given = {**self._defaults, **own}
         return {name: given[name] for name in self._params if name in given}
 
+    def meaning_of(self, name: str) -> str | None:
+        """Return the parameter that a column's name is or nearly is, working or not; None for plain data."""
+        return self._meant(name)
+
     def _is_param(self, name: str, value: object) -> bool:
         meant = self._meant(name) if value is not None else None
         if meant is not None and meant != name:

@@ -27,7 +27,7 @@ class JobPaths:
         folder = Path(checkpoint_dir) if checkpoint_dir is not None else path.parent
         return cls(
             output=path,
-            report=path.with_name(f"{path.name}.report.json"),
+            report=report_path(path),
             journal=folder / f"{path.name}.journal.jsonl",
             lock=path.with_name(f"{path.name}.lock"),
         )
@@ -45,6 +45,11 @@ class JobPaths:
             for path in (self.output, self.report, self.journal, self.lock):
                 if _same_file(name, path):
                     raise UsageError(f"the input {name} would be overwritten by this job", hint="name another output")
+
+
+def report_path(output: Path) -> Path:
+    """Return where the report of an output is."""
+    return output.with_name(f"{output.name}.report.json")
 
 
 def _same_file(name: str, path: Path) -> bool:

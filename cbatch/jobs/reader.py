@@ -7,8 +7,9 @@ Leaves out tokenising (`feeder`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cbatch.errors import RowError
 from cbatch.io.columns import PREFIX, RESULT_COLUMNS
@@ -17,6 +18,8 @@ from cbatch.jobs.keys import base_key, failed_key
 from cbatch.jobs.ledger import Claim, Ledger
 from cbatch.jobs.params import ParamReader
 from cbatch.jobs.rendering import Rendered, Renderer
+
+Interpret = Callable[[Mapping[str, Any]], tuple[dict[str, object], Rendered]]
 
 _OURS = frozenset(column.name for column in RESULT_COLUMNS)
 
@@ -37,18 +40,24 @@ class JobRow:
         return self.row.index
 
 
+def plain_rows(params: ParamReader, renderer: Renderer) -> Interpret:
+    """Return how a row's columns are read where the row is in cbatch's own form."""
+    return lambda columns: (params.read(columns), renderer.render(columns))
+
+
 class JobReader:
     """Iterates once over the rows of a job, in input order; the attributes are complete once it ended."""
 
-    def __init__(self, rows: Iterable[Row], renderer: Renderer, params: ParamReader, ledger: Ledger, identity: bytes):
+    def __init__(
+        self, rows: Iterable[Row], interpret: Interpret, ledger: Ledger, identity: bytes, own: range | None = None
+    ) -> None:
+        """`own` are the rows of this shard: earlier ones are counted, later ones not read."""
         self._rows = rows
-        self._renderer = renderer
-        self._params = params
+        self._interpret = interpret
         self._ledger = ledger
         self._identity = identity
+        self._own = own
         self._digest = hashlib.blake2b(digest_size=16)
-        self.num_rows = 0
-        self.exhausted = False
         self.colliding_names: set[str] = set()  # the input's columns that are named like ours
 
     @property
@@ -58,21 +67,21 @@ class JobReader:
 
     def __iter__(self) -> Iterator[JobRow]:
         for row in self._rows:
+            if self._own is not None and row.index >= self._own.stop:
+                return
             job_row = self._read(row)
-            self.num_rows += 1
-            self._digest.update(job_row.claim.key)
-            yield job_row
-        self.exhausted = True
+            if self._own is None or row.index >= self._own.start:
+                self._digest.update(job_row.claim.key)
+                yield job_row
 
     def _read(self, row: Row) -> JobRow:
-        self.colliding_names.update(name for name in row.columns if _is_like_ours(name))
+        self.colliding_names.update(name for name in row.columns if is_like_ours(name))
         given: dict[str, object] = {}
         rendered: Rendered | None = None
         error = row.error
         if error is None:
             try:
-                given = self._params.read(row.columns)
-                rendered = self._renderer.render(row.columns)
+                given, rendered = self._interpret(row.columns)
                 base = base_key(rendered, given, self._identity)
             except RowError as caught:
                 error = caught
@@ -82,7 +91,8 @@ class JobReader:
         return JobRow(row, self._ledger.claim(base), given, rendered, error)
 
 
-def _is_like_ours(name: str) -> bool:
+def is_like_ours(name: str) -> bool:
+    """Whether a column of the input has, or would push one of ours to, a name of ours."""
     while name.startswith(PREFIX):
         name = name.removeprefix(PREFIX)
     return name in _OURS

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
-from cbatch.errors import RowError
+from cbatch.errors import RowError, UsageError
+from cbatch.jobs.template import RowTemplate, list_names
 
 TOKEN_IDS = "prompt_token_ids"
 MESSAGES = "messages"
@@ -48,14 +49,34 @@ class Rendered:
 class Renderer:
     """Finds and checks the prompt of a row."""
 
-    def __init__(self, prompt_column: str | None = None) -> None:
+    def __init__(
+        self, prompt_column: str | None = None, template: str | None = None, system_prompt: str | None = None
+    ) -> None:
+        """Raises UsageError for a template that is none, or beside a prompt column."""
+        if template is not None and prompt_column is not None:
+            raise UsageError("--template and --prompt-column both say what the prompt is", hint="leave one out")
         self._prompt_column = prompt_column
+        self._template = RowTemplate(template) if template is not None else None
+        self._system_prompt = system_prompt
 
     def render(self, columns: Mapping[str, Any]) -> Rendered:
-        """Return the row's prompt: the named column's, else the first of ids, messages and text that is not null.
+        """Return the row's prompt: template or named column, else the first of ids, messages and text that is not null.
 
         Raises RowError that names the column and what it should hold.
         """
+        rendered = self._render(columns)
+        if self._system_prompt is None:
+            return rendered
+        if rendered.kind == "token_ids":
+            raise RowError(BAD_PROMPT, f"--system-prompt cannot go before {TOKEN_IDS}")
+        messages = rendered.value if rendered.kind == "chat" else [{"role": "user", "content": rendered.value}]
+        if messages[0].get("role") != "system":  # a row's own system message wins
+            messages = [{"role": "system", "content": self._system_prompt}, *messages]
+        return Rendered("chat", messages, rendered.tools, rendered.template_kwargs)
+
+    def _render(self, columns: Mapping[str, Any]) -> Rendered:
+        if self._template is not None:
+            return Rendered("text", _check_text(self._template.render(columns), "the template's text"))
         if self._prompt_column is not None:
             return self._render_named(columns, self._prompt_column)
         if columns.get(TOKEN_IDS) is not None:
@@ -69,13 +90,13 @@ class Renderer:
             raise RowError(EMPTY_PROMPT, f"{null} is null")
         raise RowError(
             NO_PROMPT,
-            f"no prompt: the row has neither {PROMPT} nor {MESSAGES} nor {TOKEN_IDS} ({_list_names(columns)}); "
+            f"no prompt: the row has neither {PROMPT} nor {MESSAGES} nor {TOKEN_IDS} ({list_names(columns)}); "
             "--prompt-column names another",
         )
 
     def _render_named(self, columns: Mapping[str, Any], name: str) -> Rendered:
         if name not in columns:
-            raise RowError(NO_PROMPT, f"no prompt: the row has no column '{name}' ({_list_names(columns)})")
+            raise RowError(NO_PROMPT, f"no prompt: the row has no column '{name}' ({list_names(columns)})")
         if columns[name] is None:
             raise RowError(EMPTY_PROMPT, f"{name} is null")
         if _is_messages(columns[name]):
@@ -144,8 +165,3 @@ def _other_column(value: object) -> str:
     if isinstance(value, list) and value and all(type(item) is int for item in value):
         return f"; token ids go into the column {TOKEN_IDS}"
     return ""
-
-
-def _list_names(columns: Mapping[str, Any]) -> str:
-    names = ", ".join(list(columns)[:8]) + (", ..." if len(columns) > 8 else "")
-    return f"columns: {names}" if columns else "it is empty"

@@ -33,6 +33,7 @@ def row_figures(totals: Totals) -> dict[str, Any]:
         "rows_ok": totals.rows_ok,
         "rows_error": totals.rows_error,
         "errors": dict(totals.errors),
+        "first_error": totals.first_error,
         "prompt_tokens": totals.prompt_tokens,
         "cached_tokens": totals.cached_tokens,
         "computed_tokens": totals.computed_tokens,

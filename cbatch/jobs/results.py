@@ -28,8 +28,17 @@ class Session:
     """What all entries of one process have in common."""
 
     number: int
-    fit: str  # how prompts are made to fit the context: a finished row that depended on it counts only under the same
+    fit: str  # how prompts are made to fit the context
     return_token_ids: bool
+    retry_errors: bool
+
+    def wants_again(self, head: Head) -> bool:
+        """Whether a row that the journal has must be run again all the same."""
+        if not head.ok and self.retry_errors:
+            return True
+        if head.fit is not None and head.fit != self.fit:  # its answer depended on it
+            return True
+        return head.ok and self.return_token_ids and not head.has_token_ids
 
 
 def finished_entry(
@@ -61,6 +70,7 @@ def finished_entry(
         generate_s=generate_s,
         computed_tokens=output.metrics.computed_tokens,
         num_dropped=num_dropped,
+        has_token_ids=session.return_token_ids and not failed,
         fit=session.fit if num_dropped else None,
     )
     return Entry(head, row.row.columns, result)

@@ -6,9 +6,9 @@ threads: the feeder reads and tokenises ahead, the main one runs the step loop, 
 
 from __future__ import annotations
 
+import os
 import time
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,27 +18,27 @@ from typing import Any, Literal
 
 from cbatch.config import EngineConfig, JobConfig
 from cbatch.engine.stats import EngineStats
-from cbatch.errors import EXIT_FAILED, EXIT_OK, RowError, UsageError
-from cbatch.io.sources import open_source
+from cbatch.errors import EXIT_FAILED, EXIT_OK, RowError
+from cbatch.io.rows import Row
 from cbatch.jobs import report as reporting
-from cbatch.jobs.assemble import Layout, assemble, content_digest
+from cbatch.jobs.assemble import Layout
+from cbatch.jobs.checkpoint import Checkpoint, open_checkpoint
 from cbatch.jobs.counting import RowCount
 from cbatch.jobs.feeder import Feeder
-from cbatch.jobs.identity import identify_model
-from cbatch.jobs.journal import Head, Journal, Recovery
-from cbatch.jobs.keys import job_identity
-from cbatch.jobs.ledger import Ledger
+from cbatch.jobs.finish import SessionFigures, finish
 from cbatch.jobs.lock import JobLock
 from cbatch.jobs.loop import BatchEngine, StepLoop, check_errors
-from cbatch.jobs.params import ParamReader, check_model_defaults
+from cbatch.jobs.openai import BatchRequests, is_batch_row
+from cbatch.jobs.params import check_model_defaults
 from cbatch.jobs.paths import JobPaths
 from cbatch.jobs.progress import Progress
 from cbatch.jobs.prompts import PromptEncoder
-from cbatch.jobs.reader import JobReader, JobRow
-from cbatch.jobs.rendering import Renderer
-from cbatch.jobs.results import Session, failed_entry
+from cbatch.jobs.reader import Interpret, JobReader, JobRow, plain_rows
+from cbatch.jobs.results import failed_entry
+from cbatch.jobs.setup import JobSetup, prepare
+from cbatch.jobs.shards import Part
 from cbatch.jobs.stop import RESUME_HINT, Interrupted, Stop, handling_signals
-from cbatch.jobs.totals import Targets
+from cbatch.jobs.survey import Survey, can_reread, check_custom_ids, survey
 from cbatch.jobs.writer import RowIndex, Writer
 
 LoadEngine = Callable[[EngineConfig], BatchEngine]
@@ -59,8 +59,13 @@ class JobSummary:
     rows_error: int = 0
     rows_replayed: int = 0  # of all, finished before this process began
     report: dict[str, Any] = field(default_factory=dict)
-    first_error: str | None = None
     reason: str | None = None  # of an interruption
+
+    @property
+    def first_error(self) -> str | None:
+        """What went wrong with the first row that failed."""
+        message: str | None = self.report.get("first_error")
+        return message
 
 
 def run_job(
@@ -72,19 +77,17 @@ def run_job(
     verbose: bool = False,
 ) -> JobSummary:
     """Run a job to its end, or until a signal stops it, and say how it ended. Raises CbatchError where it failed."""
+    began = time.monotonic()
     stop = Stop()
     try:
         with handling_signals(stop, grace_s=job.grace, exit_code=job.interrupted_exit_code):
-            run = _JobRun(job, engine_config, load_engine or _load_engine, stop, quiet=quiet, verbose=verbose)
-            with run:
+            with stop.interruptible():
+                setup = prepare(job, engine_config)
+            with _JobRun(setup, load_engine or _load_engine, stop, began, quiet=quiet, verbose=verbose) as run:
                 return run.execute()
-    except Interrupted as interrupted:
-        return JobSummary(
-            "interrupted",
-            job.interrupted_exit_code,
-            JobPaths.of(job.output, job.checkpoint_dir),
-            reason=str(interrupted),
-        )
+    except Interrupted as interrupted:  # before there was anything to keep
+        paths = JobPaths.of(job.output, job.checkpoint_dir)
+        return JobSummary("interrupted", job.interrupted_exit_code, paths, reason=str(interrupted))
 
 
 def _load_engine(config: EngineConfig) -> BatchEngine:
@@ -94,43 +97,32 @@ def _load_engine(config: EngineConfig) -> BatchEngine:
 
 
 class _JobRun:
-    """One process's work on a job. Entered, it holds the output's lock."""
+    """One process's work on a job. Entered, it holds the output's lock; left, it holds nothing."""
 
     def __init__(
-        self,
-        job: JobConfig,
-        engine_config: EngineConfig,
-        load_engine: LoadEngine,
-        stop: Stop,
-        *,
-        quiet: bool,
-        verbose: bool,
+        self, setup: JobSetup, load_engine: LoadEngine, stop: Stop, began: float, *, quiet: bool, verbose: bool
     ) -> None:
-        """Check everything that needs neither the lock nor the model. Raises UsageError, InputError, OutputError."""
-        self._began = time.monotonic()
-        self._started_at = datetime.now(UTC)
-        self._job = job
-        self._engine_config = engine_config
+        self._setup = setup
+        self._job = setup.job
         self._load_engine = load_engine
         self._stop = stop
+        self._began = began
+        self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self._verbose = verbose
-        self._params = ParamReader(job.sampling, row_params=job.row_params)
-        with stop.interruptible():
-            self._source = open_source(job.inputs)
-            self._paths = JobPaths.of(job.output, job.checkpoint_dir)
-            self._paths.check(self._source.inputs)
-            self._model_identity = identify_model(engine_config)
-        self._row_count = RowCount(self._source, job.limit)
+        self._row_count = RowCount(setup.source, setup.job.limit)
         self._progress = Progress(quiet=quiet, count_rows=lambda: self._row_count.value)
         self._engine: BatchEngine | None = None
-        self._environment = reporting.environment()
-        self._facts: dict[str, Any] = {}
+        self._part: Part | None = None
         self._resources = ExitStack()
 
     def __enter__(self) -> _JobRun:
-        lock = JobLock(self._paths.lock, force=self._job.force_unlock, lost=self._stop_because_lock_lost)
-        self._lock = self._resources.enter_context(lock)
-        self._resources.callback(self._progress.close)
+        lock = JobLock(self._setup.paths.lock, force=self._job.force_unlock, lost=self._stop_because_lock_lost)
+        with self._resources:
+            self._lock = self._resources.enter_context(lock)
+            self._resources.callback(self._progress.close)
+            self._checkpoint: Checkpoint = open_checkpoint(self._setup, self._progress.say)
+            self._resources.callback(self._checkpoint.journal.close)
+            self._resources = self._resources.pop_all()
         return self
 
     def __exit__(self, *_exception: object) -> None:
@@ -138,20 +130,24 @@ class _JobRun:
 
     def execute(self) -> JobSummary:
         """Run every row that is not finished, then put the output together."""
-        journal, ledger, recovery = self._open_journal()
-        fit = f"{self._job.on_overlong} {self._engine_config.max_model_len}"
-        self._session = Session(recovery.num_sessions + 1, fit, self._job.return_token_ids)
-        self._facts = recovery.facts
-        self._journal = journal
-        self._index = RowIndex()
-        self._writer = Writer(journal, self._index)
-        rows = islice(self._source, self._job.limit)
-        identity = job_identity(self._model_identity, self._job.generation_config, self._job.seed)
-        reader = JobReader(rows, Renderer(self._job.prompt_column), self._params, ledger, identity)
+        self._facts = self._checkpoint.facts
         try:
+            with self._stop.interruptible():
+                openai, rows = self._open_rows()
+                surveyed = self._survey_shard(openai=openai)
+            self._index = RowIndex(self._part.rows.start if self._part is not None else 0)
+            self._writer = Writer(self._checkpoint.journal, self._index)
+        except Interrupted as interrupted:
+            return JobSummary(
+                "interrupted", self._job.interrupted_exit_code, self._setup.paths, reason=str(interrupted)
+            )
+        try:
+            own = self._part.rows if self._part is not None else None
+            interpret = self._interpret(openai=openai)
+            reader = JobReader(rows, interpret, self._checkpoint.ledger, self._setup.identity, own)
             self._run_rows(reader)
             self._writer.close()
-            return self._finish(reader, ledger)
+            return self._finish(reader, surveyed, openai=openai)
         except Interrupted as interrupted:
             self._writer.close()
             self._lock.check()
@@ -159,31 +155,38 @@ class _JobRun:
         finally:
             self._writer.close()
 
-    def _open_journal(self) -> tuple[Journal, Ledger, Recovery]:
-        """Open the journal and learn from it which rows are finished."""
-        job, paths = self._job, self._paths
-        if job.restart:
-            paths.journal.unlink(missing_ok=True)
-        elif paths.output.exists() and not paths.journal.exists():
-            raise UsageError(
-                f"{paths.output} exists, and there is no journal of it at {paths.journal}",
-                hint="--restart replaces it; or name another output",
-            )
-        journal = Journal(paths.journal)
-        self._resources.callback(journal.close)
-        ledger = Ledger(journal.count_lines(), journal.has_key)
-        fit = f"{job.on_overlong} {self._engine_config.max_model_len}"
+    def _open_rows(self) -> tuple[bool, Iterator[Row]]:
+        """Return whether the input is an OpenAI Batch file, told by its first row that can be read, and the rows."""
+        source, limit = self._setup.source, self._job.limit
+        rows = islice(source, limit)
+        ahead: list[Row] = []
+        for row in rows:
+            ahead.append(row)
+            if row.error is None:
+                break
+        explicit = self._job.prompt_column is not None or self._job.template is not None
+        openai = bool(ahead) and is_batch_row(ahead[-1].columns) and not explicit
+        if openai and can_reread(source):
+            check_custom_ids(islice(source, limit), self._stop.check)
+        return openai, chain(ahead, rows)
 
-        def add(head: Head, offset: int) -> None:
-            retry = (job.retry_errors and not head.ok) or (head.fit is not None and head.fit != fit)
-            ledger.add(head.key, offset, head.attempt, retry=retry)
+    def _survey_shard(self, *, openai: bool) -> Survey | None:
+        """Find this shard's rows by looking at all of them."""
+        setup = self._setup
+        if setup.shard is None:
+            return None
+        self._progress.say(f"{setup.shard.source}: part {setup.shard.index} of {setup.shard.count}, counted from 0")
+        infer = setup.paths.output.suffix.lower() == ".parquet" and setup.source.schema is None and not openai
+        surveyed = survey(islice(setup.source, self._job.limit), infer=infer, tick=self._stop.check)
+        self._part = Part(setup.shard, setup.shard.rows(surveyed.num_rows), surveyed.num_rows)
+        self._row_count.value = len(self._part.rows)
+        self._progress.say(f"rows {self._part.rows.start} to {self._part.rows.stop - 1} of {surveyed.num_rows}")
+        return surveyed
 
-        recovery = journal.recover(add)
-        if len(ledger):
-            self._progress.say(f"{len(ledger)} finished rows found in {paths.journal}")
-        if recovery.num_damaged:
-            self._progress.say(f"{recovery.num_damaged} damaged lines in {paths.journal} are left out")
-        return journal, ledger, recovery
+    def _interpret(self, *, openai: bool) -> Interpret:
+        if openai:
+            return BatchRequests(self._setup.params, self._job.system_prompt).interpret
+        return plain_rows(self._setup.params, self._setup.renderer)
 
     def _run_rows(self, reader: JobReader) -> None:
         """Give every row an entry; the engine is loaded for the first one that needs it."""
@@ -193,14 +196,13 @@ class _JobRun:
             if first is None:
                 return
             self._row_count.start()
-            self._progress.say(f"loading {self._engine_config.model}")
-            engine = self._engine = self._load_engine(self._engine_config)
+            self._progress.say(f"loading {self._setup.engine.model}")
+            engine = self._engine = self._load_engine(self._setup.engine)
         self._describe(engine)
         defaults = engine.generation_defaults if self._job.generation_config == "auto" else {}
-        encoder = PromptEncoder(engine.tokenizer, engine.plan.max_model_len, self._job.on_overlong)
         feeder = Feeder(
             chain([first], rows),
-            encoder,
+            PromptEncoder(engine.tokenizer, engine.plan.max_model_len, self._job.on_overlong),
             check_model_defaults(defaults),
             self._job.seed,
             max_ahead=AHEAD * engine.plan.max_requests_per_batch,
@@ -211,7 +213,7 @@ class _JobRun:
             engine,
             feeder,
             self._writer,
-            self._session,
+            self._checkpoint.session,
             stop=self._stop,
             progress=self._progress,
             grace_s=self._job.grace,
@@ -235,7 +237,7 @@ class _JobRun:
         return True
 
     def _fail(self, row: JobRow, error: RowError) -> None:
-        self._writer.write(row.index, partial(failed_entry, row, error, self._session))
+        self._writer.write(row.index, partial(failed_entry, row, error, self._checkpoint.session))
 
     def _replay(self, row: JobRow) -> None:
         assert row.claim.offset is not None
@@ -244,8 +246,8 @@ class _JobRun:
     def _describe(self, engine: BatchEngine) -> None:
         """Say what was decided, and keep it in the journal for whoever finishes the job."""
         settings = engine.plan.settings()
-        self._facts = {"load_s": engine.load_s, "settings": settings, **self._environment}
-        self._writer.note(self._session.number, self._facts)
+        self._facts = {"load_s": engine.load_s, "settings": settings, "pid": os.getpid(), **reporting.environment()}
+        self._writer.note(self._checkpoint.session.number, self._facts)
         if self._verbose:
             for name, setting in settings.items():
                 self._progress.say(f"{name} = {setting['value']} ({setting['reason']})")
@@ -253,91 +255,76 @@ class _JobRun:
             words = ", ".join(f"{name} {setting['value']}" for name, setting in settings.items())
             self._progress.say(f"loaded in {engine.load_s:.1f} s: {words}")
 
-    def _finish(self, reader: JobReader, ledger: Ledger) -> JobSummary:
-        """Put the output and its report together, unless they are there already."""
+    def _finish(self, reader: JobReader, surveyed: Survey | None, *, openai: bool) -> JobSummary:
+        """Put the output and its report together."""
         check_errors(self._writer, self._job.max_errors)
-        unused = len(ledger) - ledger.num_replayed
         self._lock.check()
+        ledger = self._checkpoint.ledger
+        if 0 < ledger.num_replayed < len(ledger):
+            unused = len(ledger) - ledger.num_replayed
+            self._progress.say(f"{unused} rows in {self._setup.paths.journal} are of another input or other settings")
+        schema = self._setup.source.schema
         layout = Layout(
-            self._paths.output,
+            self._setup.paths.output,
             self._job.order,
             self._job.return_token_ids,
-            self._source.schema,
-            frozenset(reader.colliding_names),
+            self._job.keep_columns,
+            schema if schema is not None or surveyed is None else surveyed.schema,
+            frozenset(reader.colliding_names) if surveyed is None else surveyed.colliding_names,
+            openai,
         )
-        offsets, digest = self._index.offsets, content_digest(layout, self._index.offsets, reader.digest)
-        earlier = reporting.read_report(self._paths.report)
-        if self._paths.output.exists() and earlier.get("hashes", {}).get("content") == digest:
-            return self._summary("unchanged", earlier)
-        if unused and ledger.num_replayed:
-            self._progress.say(f"{unused} rows in {self._paths.journal} are of another input or other settings: unused")
-        return self._assemble(layout, offsets, digest, reader.digest)
-
-    def _assemble(self, layout: Layout, offsets: array[int], digest: str, rows_digest: str) -> JobSummary:
-        targets = Targets(self._job.goodput_ttft, self._job.goodput_itl)
-
-        def tick(_number: int) -> None:
-            self._stop.check()
-
-        totals = assemble(self._journal, offsets, layout, targets, tick)
-        stats = self._engine.stats if self._engine is not None else EngineStats()
-        if self._engine is not None:
-            totals.generate_s[self._session.number] = stats.generate_s
-        report = {
-            **reporting.row_figures(totals),
-            **reporting.engine_figures(stats),
-            "load_s": self._engine.load_s if self._engine is not None else 0.0,
-            "wall_s": time.monotonic() - self._began,
-            "started_at": self._started_at.isoformat(timespec="seconds"),
-            "peak_rss_bytes": reporting.peak_rss_bytes(),
-            **reporting.request_of(self._job, self._engine_config),
-            "session": self._session_figures(totals.output_tokens_of[self._session.number], stats),
-            "settings": self._facts.get("settings", {}),
-            **self._environment,
-            "hashes": {"model": self._model_identity.hex(), "rows": rows_digest, "content": digest},
-        }
-        reporting.write_report(self._paths.report, report)
-        return self._summary("done", report, totals.first_error)
-
-    def _session_figures(self, output_tokens: int, stats: EngineStats) -> dict[str, Any]:
-        tally = self._writer.tally
-        return {
-            "number": self._session.number,
-            "rows": tally.num_rows - tally.num_replayed,
-            "rows_replayed": tally.num_replayed,
-            "output_tokens": output_tokens,
-            "generate_s": stats.generate_s,
-        }
-
-    def _summary(
-        self, status: Literal["done", "unchanged"], report: dict[str, Any], first_error: str | None = None
-    ) -> JobSummary:
+        ledger.forget()  # its memory is needed for the latencies
+        is_new, report = finish(
+            self._setup,
+            self._checkpoint.journal,
+            self._index.offsets,
+            layout,
+            reader.digest,
+            self._session_figures(),
+            self._part,
+            self._stop.check,
+        )
         tally = self._writer.tally
         failed = tally.num_errors > self._job.error_tolerance * tally.num_rows
+        return self._summary("done" if is_new else "unchanged", EXIT_FAILED if failed else EXIT_OK, report)
+
+    def _session_figures(self) -> SessionFigures:
+        engine, tally = self._engine, self._writer.tally
+        return SessionFigures(
+            self._checkpoint.session.number,
+            tally.num_rows,
+            tally.num_replayed,
+            self._began,
+            self._started_at,
+            load_s=engine.load_s if engine is not None else 0.0,
+            stats=engine.stats if engine is not None else EngineStats(),
+            ran_engine=engine is not None,
+            facts=self._facts or reporting.environment(),
+        )
+
+    def _interrupted(self, reason: str) -> JobSummary:
+        num_rows = self._writer.tally.num_rows
+        self._progress.say(f"stopped by {reason}: {num_rows} finished rows are safe; {RESUME_HINT}")
+        return self._summary("interrupted", self._job.interrupted_exit_code, {}, reason)
+
+    def _summary(
+        self,
+        status: Literal["done", "unchanged", "interrupted"],
+        exit_code: int,
+        report: dict[str, Any],
+        reason: str | None = None,
+    ) -> JobSummary:
+        tally = self._writer.tally
         return JobSummary(
             status,
-            EXIT_FAILED if failed else EXIT_OK,
-            self._paths,
+            exit_code,
+            self._setup.paths,
             tally.num_rows,
             tally.num_ok,
             tally.num_errors,
             tally.num_replayed,
             report,
-            first_error,
-        )
-
-    def _interrupted(self, reason: str) -> JobSummary:
-        tally = self._writer.tally
-        self._progress.say(f"stopped by {reason}: {tally.num_rows} finished rows are safe; {RESUME_HINT}")
-        return JobSummary(
-            "interrupted",
-            self._job.interrupted_exit_code,
-            self._paths,
-            tally.num_rows,
-            tally.num_ok,
-            tally.num_errors,
-            tally.num_replayed,
-            reason=reason,
+            reason,
         )
 
     def _stop_because_lock_lost(self) -> None:

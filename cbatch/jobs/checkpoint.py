@@ -1,0 +1,49 @@
+"""What earlier runs of a job left: the journal, and which rows are finished by it. Called once the lock is held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cbatch.errors import UsageError
+from cbatch.jobs.journal import Head, Journal
+from cbatch.jobs.ledger import Ledger
+from cbatch.jobs.results import Session
+from cbatch.jobs.setup import JobSetup
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An open journal and what it says."""
+
+    journal: Journal
+    ledger: Ledger
+    session: Session  # this process's
+    facts: dict[str, Any]  # what the last session wrote down of itself
+
+
+def open_checkpoint(setup: JobSetup, say: Callable[[str], None]) -> Checkpoint:
+    """Open or begin the journal. Raises UsageError for an output that is not this job's, OutputError."""
+    job, paths = setup.job, setup.paths
+    if job.restart:
+        paths.journal.unlink(missing_ok=True)
+    elif paths.output.exists() and not paths.journal.exists():
+        raise UsageError(
+            f"{paths.output} exists, and there is no journal of it at {paths.journal}",
+            hint="--restart replaces it; or name another output",
+        )
+    journal = Journal(paths.journal)
+    ledger = Ledger(journal.count_lines(), journal.has_key)
+    session = Session(0, setup.fit, job.return_token_ids, job.retry_errors)
+
+    def add(head: Head, offset: int) -> None:
+        ledger.add(head.key, offset, head.attempt, retry=session.wants_again(head))
+
+    recovery = journal.recover(add)
+    if len(ledger):
+        say(f"{len(ledger)} finished rows found in {paths.journal}")
+    if recovery.num_damaged:
+        say(f"{recovery.num_damaged} damaged lines in {paths.journal} are left out")
+    session = Session(recovery.num_sessions + 1, setup.fit, job.return_token_ids, job.retry_errors)
+    return Checkpoint(journal, ledger, session, recovery.facts)

@@ -1,0 +1,90 @@
+"""The last phase of a run: output, report and what is said of both. Called by `run` once every row has its entry."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cbatch.engine.stats import EngineStats
+from cbatch.jobs import report as reporting
+from cbatch.jobs.assemble import Layout, Tick, assemble, columns_digest, content_digest
+from cbatch.jobs.journal import Journal
+from cbatch.jobs.setup import JobSetup
+from cbatch.jobs.shards import Part, mark_success
+from cbatch.jobs.totals import Targets, Totals
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFigures:
+    """What this process did."""
+
+    number: int
+    num_rows: int
+    num_replayed: int
+    began: float  # monotonic seconds
+    started_at: str
+    load_s: float
+    stats: EngineStats
+    ran_engine: bool
+    facts: dict[str, Any]  # of the last session that ran the model, this one or an earlier
+
+
+def finish(
+    setup: JobSetup,
+    journal: Journal,
+    offsets: array[int],
+    layout: Layout,
+    rows_digest: str,
+    session: SessionFigures,
+    part: Part | None,
+    tick: Tick,
+) -> tuple[bool, dict[str, Any]]:
+    """Put output and report together unless they are there already. Returns whether there was anything to do, and the
+    report. Raises OutputError, and what `tick` raises.
+    """
+    job, paths = setup.job, setup.paths
+    digest = content_digest(layout, offsets, rows_digest)
+    earlier = reporting.read_report(paths.report)
+    is_new = not paths.output.exists() or earlier.get("hashes", {}).get("content") != digest
+    if is_new:
+        totals = Totals(Targets(job.goodput_ttft, job.goodput_itl))
+        assemble(journal, offsets, layout, totals, tick)
+        if session.ran_engine:
+            totals.generate_s[session.number] = session.stats.generate_s
+        hashes = {
+            "model": setup.model_identity.hex(),
+            "rows": rows_digest,
+            "columns": columns_digest(layout),
+            "content": digest,
+        }
+        earlier = _report(setup, totals, session, part) | {"hashes": hashes}
+        reporting.write_report(paths.report, earlier)
+    if part is not None:
+        mark_success(Path(setup.job.output), part.shard.count)
+    return is_new, earlier
+
+
+def _report(setup: JobSetup, totals: Totals, session: SessionFigures, part: Part | None) -> dict[str, Any]:
+    report = {
+        **reporting.row_figures(totals),
+        **reporting.engine_figures(session.stats),
+        "load_s": session.load_s,
+        "wall_s": time.monotonic() - session.began,
+        "started_at": session.started_at,
+        "peak_rss_bytes": reporting.peak_rss_bytes(),
+        **reporting.request_of(setup.job, setup.engine),
+        "session": {
+            "number": session.number,
+            "rows": session.num_rows - session.num_replayed,
+            "rows_replayed": session.num_replayed,
+            "output_tokens": totals.output_tokens_of[session.number],
+            "generate_s": session.stats.generate_s,
+        },
+        **{name: session.facts.get(name, {}) for name in ("settings", "versions", "host", "slurm")},
+    }
+    if part is not None:
+        report["shard"] = part.as_dict()
+    return report

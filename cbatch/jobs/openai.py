@@ -1,0 +1,136 @@
+"""The OpenAI Batch format: a request line in, a response line out. Called by the reader and at the end of a job.
+
+A file of `custom_id`, `method`, `url` and `body` is recognised by its first row. Requests for chat and text completions
+are run; what a body asks for beyond what works is that request's error, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from cbatch.errors import RowError
+from cbatch.jobs.journal import Entry
+from cbatch.jobs.params import ParamReader
+from cbatch.jobs.rendering import MESSAGES, PROMPT, TEMPLATE_KWARGS, TOKEN_IDS, TOOLS, Rendered, Renderer
+
+CUSTOM_ID = "custom_id"
+FIELDS = (CUSTOM_ID, "method", "url", "body")
+CHAT_URL = "/v1/chat/completions"
+TEXT_URL = "/v1/completions"
+BAD_REQUEST = "invalid_request"
+
+# Fields of a body that say nothing about the completion, or only in other values than these.
+_NO_EFFECT = frozenset({"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+_ONLY: dict[str, tuple[object, ...]] = {
+    "stream": (False,),
+    "stream_options": (),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+}
+_OTHER_NAMES = {"max_completion_tokens": "max_tokens"}
+_PROMPT_FIELDS = frozenset({MESSAGES, PROMPT, TOOLS, TEMPLATE_KWARGS})
+
+
+def is_batch_row(columns: Mapping[str, Any]) -> bool:
+    """Whether a row is a request of an OpenAI Batch file."""
+    return all(name in columns for name in FIELDS) and isinstance(columns["body"], dict)
+
+
+class BatchRequests:
+    """Reads the requests of an OpenAI Batch file."""
+
+    def __init__(self, params: ParamReader, system_prompt: str | None = None) -> None:
+        self._params = params
+        self._renderer = Renderer(system_prompt=system_prompt)
+
+    def interpret(self, columns: Mapping[str, Any]) -> tuple[dict[str, object], Rendered]:
+        """Return a request's parameters and prompt. Raises RowError that names the field."""
+        body, url = columns.get("body"), columns.get("url")
+        custom_id = columns.get(CUSTOM_ID)
+        if not isinstance(custom_id, str) or not custom_id:
+            raise RowError(BAD_REQUEST, f"{CUSTOM_ID} must be a string that is not empty")
+        if columns.get("method") != "POST":
+            raise RowError(BAD_REQUEST, "method must be POST")
+        if url not in (CHAT_URL, TEXT_URL):
+            raise RowError(BAD_REQUEST, f"url must be {CHAT_URL} or {TEXT_URL}: it is {str(url)[:60]!r}")
+        if not isinstance(body, dict):
+            raise RowError(BAD_REQUEST, "body must be an object")
+        return self._params.read(self._parameters(body)), self._renderer.render(_prompt(body, url))
+
+    def _parameters(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters under our names; whatever else is no part of the prompt must change nothing."""
+        parameters: dict[str, Any] = {}
+        for name, value in body.items():
+            if value is None or name in _PROMPT_FIELDS or name in _NO_EFFECT:
+                continue
+            ours = _OTHER_NAMES.get(name, name)
+            if self._params.meaning_of(ours) is not None:
+                parameters[ours] = value
+            elif not any(type(value) is type(only) and value == only for only in _ONLY.get(name, ())):
+                raise RowError(BAD_REQUEST, f"body.{name} is not supported by this version")
+        return parameters
+
+
+def _prompt(body: Mapping[str, Any], url: object) -> dict[str, Any]:
+    """The columns that the renderer knows."""
+    if url == CHAT_URL:
+        if body.get(MESSAGES) is None:
+            raise RowError(BAD_REQUEST, f"body has no {MESSAGES}")
+        return {name: body.get(name) for name in (MESSAGES, TOOLS, TEMPLATE_KWARGS)}
+    prompt = body.get(PROMPT)
+    if prompt is None:
+        raise RowError(BAD_REQUEST, f"body has no {PROMPT}")
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        return {TOKEN_IDS: prompt}
+    if isinstance(prompt, list) and len(prompt) == 1:
+        return {PROMPT: prompt[0]}
+    return {PROMPT: prompt}
+
+
+def to_response(entry: Entry) -> tuple[dict[str, Any], bool]:
+    """Return the response line of a request, and whether it belongs into the error file."""
+    error = entry.result.get("error")
+    line: dict[str, Any] = {
+        "id": f"batch_req_{entry.head.key.hex()}",
+        CUSTOM_ID: entry.columns.get(CUSTOM_ID),
+        "response": None,
+        "error": error,
+    }
+    if error is None:
+        line["response"] = {
+            "status_code": 200,
+            "request_id": f"req_{entry.head.key.hex()}",
+            "body": _completion(entry),
+        }
+    return line, error is not None
+
+
+def _completion(entry: Entry) -> dict[str, Any]:
+    body, result = entry.columns["body"], entry.result
+    is_chat = entry.columns["url"] == CHAT_URL
+    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": result["finish_reason"]}
+    if is_chat:
+        choice["message"] = {"role": "assistant", "content": result["completion"], "refusal": None}
+    else:
+        choice["text"] = result["completion"]
+    return {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{entry.head.key.hex()}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": int(datetime.fromisoformat(result["scheduled_at"]).timestamp()),
+        "model": body.get("model") or "",
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": result["prompt_tokens"],
+            "completion_tokens": result["completion_tokens"],
+            "total_tokens": result["prompt_tokens"] + result["completion_tokens"],
+            "prompt_tokens_details": {"cached_tokens": result["cached_tokens"]},
+        },
+    }

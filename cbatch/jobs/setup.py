@@ -1,0 +1,62 @@
+"""What a job is before it begins: every option checked, inputs found, outputs known to be writable. Called by `run`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from cbatch.config import EngineConfig, JobConfig
+from cbatch.errors import UsageError
+from cbatch.io.sources import Source, open_source
+from cbatch.jobs.identity import identify_model
+from cbatch.jobs.keys import job_identity
+from cbatch.jobs.params import ParamReader
+from cbatch.jobs.paths import JobPaths
+from cbatch.jobs.rendering import Renderer
+from cbatch.jobs.shards import Shard, parse_shard
+from cbatch.jobs.survey import can_reread
+
+
+@dataclass(frozen=True, slots=True)
+class JobSetup:
+    """A job that can begin."""
+
+    job: JobConfig
+    engine: EngineConfig
+    source: Source
+    params: ParamReader
+    renderer: Renderer
+    paths: JobPaths
+    shard: Shard | None
+    model_identity: bytes
+
+    @property
+    def identity(self) -> bytes:
+        """What all rows have in common and their answers depend on, hashed."""
+        return job_identity(self.model_identity, self.job.generation_config, self.job.seed)
+
+    @property
+    def fit(self) -> str:
+        """How prompts are made to fit the context, as far as that is known before the model is."""
+        return f"{self.job.on_overlong} {self.engine.max_model_len}"
+
+
+def prepare(job: JobConfig, engine: EngineConfig) -> JobSetup:
+    """Check a job. Raises UsageError, InputError, OutputError."""
+    params = ParamReader(job.sampling, row_params=job.row_params)
+    renderer = Renderer(job.prompt_column, job.template, job.system_prompt)
+    source = open_source(job.inputs, split=job.dataset_split)
+    shard = parse_shard(job.shard, os.environ) if job.shard is not None else None
+    output = job.output
+    if shard is not None:
+        if not can_reread(source):
+            raise UsageError(
+                "a stream that can be read only once cannot be split into shards", hint="write it to a file first"
+            )
+        part = shard.path(job.output)
+        JobPaths.of(job.output).check(source.inputs)
+        part.parent.mkdir(exist_ok=True)
+        output = str(part)
+    paths = JobPaths.of(output, job.checkpoint_dir)
+    paths.check(source.inputs)
+    return JobSetup(job, engine, source, params, renderer, paths, shard, identify_model(engine))
