@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cbatch.config import SamplingParams
+from cbatch.engine.cache.allocator import CacheAllocator
 from cbatch.engine.cache.full import FullAttentionCacheAllocator
 from cbatch.engine.cache.manager import CacheManager
 from cbatch.engine.cache.pool import NUM_RESERVED_CHUNKS, CachePool
+from cbatch.engine.cache.sliding import SlidingAttentionCacheAllocator
+from cbatch.engine.cache.store import BlockStore
 from cbatch.engine.request import Prompt, Request, RequestStatus
-from cbatch.engine.scheduler import FifoScheduler, FinishedRequest, StepLimits, StepPlan
+from cbatch.engine.scheduler import SCHEDULERS, FinishedRequest, ScheduledRequest, StepLimits, StepPlan
 from cbatch.engine.stopping import StopCondition
 from cbatch.errors import RowError
 
@@ -34,16 +37,22 @@ def make_cache(
 
 
 def make_request(
-    request_id: int, token_ids: Sequence[int], max_tokens: int, *, eos: bool = False, created_at: float = 0.0
+    request_id: int,
+    token_ids: Sequence[int],
+    max_tokens: int,
+    *,
+    eos: bool = False,
+    created_at: float = 0.0,
+    num_types: int = 1,
 ) -> Request:
-    """A request as the engine queues it, for one attention type."""
+    """A request as the engine queues it, for `num_types` attention types."""
     return Request(
         prompt=Prompt(request_id, list(token_ids), SamplingParams(max_tokens=max_tokens)),
         max_tokens=max_tokens,
         created_at=created_at,
         stopping=StopCondition(frozenset({EOS}) if eos else frozenset(), strings=None),
         token_ids=list(token_ids),
-        tables=[[]],
+        tables=[[] for _ in range(num_types)],
     )
 
 
@@ -80,43 +89,64 @@ class FakeRunner:
     failing: dict[int, int] = field(default_factory=dict)  # request id → tokens that it generates before it fails
     num_computed: int = 0
     _pages: dict[int, list[object]] = field(default_factory=dict)
+    _host_pages: dict[int, list[object]] = field(default_factory=dict)
 
     def run(self, plan: StepPlan) -> list[int | RowError]:
+        out, back = plan.moves.out, plan.moves.back
+        for page, host_page in zip(out.cache_pages, out.host_pages, strict=True):
+            assert host_page not in self._host_pages, "overwrites what has not come back"
+            self._host_pages[host_page] = list(self._pages[page])
         self._poison_free_pages()
+        for page, host_page in zip(back.cache_pages, back.host_pages, strict=True):
+            self._pages[page] = list(self._host_pages[host_page])
         for item in plan.items:
-            self._write(item.request, item.num_computed_before, item.num_computed_before + item.num_tokens)
+            self._write(item)
         for item in plan.items:
-            self._check_context(item.request, item.num_computed_before + item.num_tokens)
+            self._check_context(item)
         return [self._sample(item.request) for item in plan.items if item.samples]
+
+    def keep_on_host(self, host_pages: set[int]) -> None:
+        """Lose every other page of the host's."""
+        assert host_pages <= self._host_pages.keys()
+        self._host_pages = {page: held for page, held in self._host_pages.items() if page in host_pages}
 
     def _sample(self, request: Request) -> int | RowError:
         if self.failing.get(request.request_id) == request.num_generated:
             return RowError("failed", "as the test wants it")
         return toy_model(request.token_ids)
 
-    def _write(self, request: Request, start: int, stop: int) -> None:
-        self.num_computed += stop - start
+    def _write(self, item: ScheduledRequest) -> None:
+        request, start, stop = item.request, item.num_computed_before, item.num_computed_before + item.num_tokens
+        self.num_computed += item.num_tokens
         values = fingerprints(request.token_ids[:stop])
         for allocator, table in zip(self.cache.allocators, request.tables, strict=True):
-            assert isinstance(allocator, FullAttentionCacheAllocator)
             size = allocator.page_size
+            window = allocator.read_window(table, start, stop)
             for position in range(start, stop):
-                block = table[position // size]
-                assert allocator.ref_count(block) == 1, "writes into a block that another request reads"
-                assert not allocator.index.holds(block), "writes into a block that others may find"
+                block = window.blocks[(position - window.start) // size]
+                if isinstance(allocator, FullAttentionCacheAllocator):
+                    assert allocator.ref_count(block) == 1, "writes into a block that another request reads"
+                    assert not allocator.index.holds(block), "writes into a block that others may find"
                 for layer, page in zip(allocator.layers, self.pages_of(block, len(allocator.layers)), strict=True):
                     self._pages.setdefault(page, [None] * size)[position % size] = (layer, values[position])
 
-    def _check_context(self, request: Request, stop: int) -> None:
+    def _check_context(self, item: ScheduledRequest) -> None:
+        request, start, stop = item.request, item.num_computed_before, item.num_computed_before + item.num_tokens
         values = fingerprints(request.token_ids[:stop])
         for allocator, table in zip(self.cache.allocators, request.tables, strict=True):
-            window = allocator.read_window(table, request.num_computed_tokens, stop)
-            assert window.start == 0
             size = allocator.page_size
+            window = allocator.read_window(table, start, stop)
+            assert len(window.blocks) == allocator.num_blocks_read(start, stop)
+            first = 0
+            if isinstance(allocator, SlidingAttentionCacheAllocator):
+                first = max(0, start + 1 - allocator._window)
+            assert window.start <= first
             for i, block in enumerate(window.blocks):
-                expected = values[i * size : (i + 1) * size]
+                begin = window.start + i * size
+                seen = slice(max(0, first - begin), min(size, stop - begin))
+                expected = values[begin : begin + size][seen]
                 for layer, page in zip(allocator.layers, self.pages_of(block, len(allocator.layers)), strict=True):
-                    held = self._pages.get(page, [])[: len(expected)]
+                    held = self._pages.get(page, [])[seen]
                     assert held == [(layer, value) for value in expected], f"block {i} of {request.request_id} is wrong"
 
     def pages_of(self, block: int, num_layers: int) -> list[int]:
@@ -127,10 +157,22 @@ class FakeRunner:
         """Lose the content of every block that is neither in a table nor findable."""
         kept: set[int] = set()
         for allocator in self.cache.allocators:
-            assert isinstance(allocator, FullAttentionCacheAllocator)
-            for block in [*allocator._ref_counts, *allocator._initialized]:
+            for block in _blocks_in_use(allocator):
                 kept.update(self.pages_of(block, len(allocator.layers)))
         self._pages = {page: held for page, held in self._pages.items() if page in kept}
+
+
+def _store_of(allocator: CacheAllocator) -> BlockStore:
+    if isinstance(allocator, FullAttentionCacheAllocator):
+        return allocator._uninitialized
+    assert isinstance(allocator, SlidingAttentionCacheAllocator)
+    return allocator._store
+
+
+def _blocks_in_use(allocator: CacheAllocator) -> list[int]:
+    """All blocks of the allocator's chunks but the uninitialized ones."""
+    store = _store_of(allocator)
+    return [block for chunk in store._num_taken for block in store._blocks_of(chunk) if block not in store._free]
 
 
 def check_cache(cache: CacheManager, requests: Sequence[Request]) -> None:
@@ -139,32 +181,40 @@ def check_cache(cache: CacheManager, requests: Sequence[Request]) -> None:
     chunks = list(pool._free)
     pages: list[int] = []
     for i, allocator in enumerate(cache.allocators):
-        assert isinstance(allocator, FullAttentionCacheAllocator)
         num_layers, tables = len(allocator.layers), [request.tables[i] for request in requests]
         assert all(len(set(table)) == len(table) for table in tables)
         owned = Counter(block for table in tables for block in table)
-        assert allocator._ref_counts == dict(owned)
         assert allocator.num_owned_blocks == len(owned)
-        initialized, uninitialized = set(allocator._initialized), set(allocator._uninitialized._free)
+        initialized: set[int] = set()
+        if isinstance(allocator, FullAttentionCacheAllocator):
+            assert allocator._ref_counts == dict(owned)
+            initialized = set(allocator._initialized)
+            _check_index(allocator, owned, initialized)
+        else:
+            assert all(count == 1 for count in owned.values())
+        store = _store_of(allocator)
+        uninitialized = set(store._free)
         blocks = [*owned, *initialized, *uninitialized]
         assert len(set(blocks)) == len(blocks), "a block is in two states"
         assert allocator.num_free_blocks == len(initialized) + len(uninitialized)
         # The chunks that it has are wholly cut into blocks, and one that nothing is in has gone back.
         in_use = Counter(block % pool.num_chunks for block in [*owned, *initialized])
-        assert allocator._uninitialized._num_taken == dict(in_use)
-        per_chunk = pool.pages_per_chunk // num_layers
-        stride = num_layers * pool.num_chunks
+        assert store._num_taken == dict(in_use)
+        per_chunk, stride = pool.pages_per_chunk // num_layers, num_layers * pool.num_chunks
         assert set(blocks) == {chunk + k * stride for chunk in in_use for k in range(per_chunk)}
         chunks += in_use
         pages += [block + lane * pool.num_chunks for block in blocks for lane in range(num_layers)]
-        known = allocator.index._hash_of
-        assert {digest: block for block, digest in known.items()} == allocator.index._block_of
-        assert initialized <= known.keys() <= initialized | owned.keys()
         _check_shared(allocator.page_size, i, requests)
     assert sorted(chunks) == list(range(NUM_RESERVED_CHUNKS, pool.num_chunks)), "a chunk is lost, doubled or reserved"
     assert len(set(pages)) == len(pages), "two blocks overlap"
     assert all(page < pool.num_chunks * pool.pages_per_chunk for page in pages)
     assert all(page % pool.num_chunks >= NUM_RESERVED_CHUNKS for page in pages)
+
+
+def _check_index(allocator: FullAttentionCacheAllocator, owned: Counter[int], initialized: set[int]) -> None:
+    known = allocator.index._hash_of
+    assert {digest: block for block, digest in known.items()} == allocator.index._block_of
+    assert initialized <= known.keys() <= initialized | owned.keys()
 
 
 def _check_shared(page_size: int, type_index: int, requests: Sequence[Request]) -> None:
@@ -181,17 +231,24 @@ def _check_shared(page_size: int, type_index: int, requests: Sequence[Request]) 
 
 @dataclass
 class Harness:
-    """A fifo scheduler driven step by step over the fake runner, everything checked at every step."""
+    """A scheduler driven step by step over the fake runner, everything checked at every step."""
 
     cache: CacheManager
     limits: StepLimits
     failing: dict[int, int] = field(default_factory=dict)
+    policy: str = "fifo"
+    safety_margin: float = 0.0
+    num_host_pages: int = 0
     num_steps: int = 0
     num_soft_resets: int = 0
+    num_offloads: int = 0
+    num_restores: int = 0
     finished: list[FinishedRequest] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.scheduler = FifoScheduler(self.cache, self.limits)
+        self.scheduler = SCHEDULERS[self.policy](
+            self.cache, self.limits, safety_margin=self.safety_margin, num_host_pages=self.num_host_pages
+        )
         self.runner = FakeRunner(self.cache, self.failing)
         self._requests: dict[int, Request] = {}
         self._started: dict[int, float] = {}
@@ -206,9 +263,13 @@ class Harness:
         plan = self.scheduler.schedule(float(self.num_steps))
         self.num_steps += 1
         self.num_soft_resets += plan.moves.num_soft_resets
+        self.num_offloads += plan.moves.num_offloads
+        self.num_restores += plan.moves.num_restores
         self._check_plan(plan)
         check_cache(self.cache, list(self._requests.values()))
-        finished = self.scheduler.update(plan, self.runner.run(plan), self.num_steps - 0.5)
+        sampled = self.runner.run(plan)
+        self._check_host_pages()
+        finished = self.scheduler.update(plan, sampled, self.num_steps - 0.5)
         for request in (f.request for f in finished):
             assert request.status is RequestStatus.FINISHED
             del self._requests[request.request_id]
@@ -224,7 +285,16 @@ class Harness:
         # Nothing computes, so nothing may be waited for, and nothing is owned.
         assert not self.cache._in_flight
         assert self.cache.usage == 0
+        assert self.num_offloads == self.num_restores
         return self.finished
+
+    def _check_host_pages(self) -> None:
+        """Every host page is free or some waiting request's."""
+        offload = self.scheduler.offload
+        held = [page for request in self._requests.values() for page in request.host_pages]
+        assert sorted([*held, *offload._free]) == list(range(self.num_host_pages))
+        assert all(request in self.scheduler.waiting for request in self._requests.values() if request.host_pages)
+        self.runner.keep_on_host(set(held))
 
     def _check_plan(self, plan: StepPlan) -> None:
         assert plan.items, "requests are there and none runs"
