@@ -14,6 +14,7 @@ from cbatch.io.columns import merge_record, output_names
 from cbatch.io.sinks import open_sink
 from cbatch.jobs.journal import Entry, Journal
 from cbatch.jobs.openai import to_response
+from cbatch.jobs.paths import errors_path
 from cbatch.jobs.totals import Totals
 from cbatch.jobs.writer import ABSENT
 
@@ -34,11 +35,6 @@ class Layout:
     schema: pa.Schema | None  # of the input's columns where it is known
     colliding_names: frozenset[str]  # columns of the input that are named like ours
     openai: bool = False  # responses of the OpenAI Batch format instead of columns
-
-    @property
-    def errors_path(self) -> Path:
-        """Where failed requests of an OpenAI Batch go."""
-        return self.path.with_name(f"{self.path.name}.errors.jsonl")
 
     @property
     def names(self) -> dict[str, str]:
@@ -89,7 +85,8 @@ def _assemble_responses(journal: Journal, offsets: array[int], layout: Layout, t
     """Write responses and, where there are any, failures to a file of their own, which appears first."""
     with ExitStack() as sinks:
         answers = sinks.enter_context(open_sink(str(layout.path)))
-        errors = sinks.enter_context(open_sink(str(layout.errors_path)))
+        failures = errors_path(layout.path)
+        errors = sinks.enter_context(open_sink(str(failures)))
         for entry in _entries(journal, offsets, layout, tick):
             totals.add(entry)
             line, failed = to_response(entry)
@@ -97,7 +94,7 @@ def _assemble_responses(journal: Journal, offsets: array[int], layout: Layout, t
         if totals.rows_error:
             errors.commit()
         else:
-            layout.errors_path.unlink(missing_ok=True)
+            failures.unlink(missing_ok=True)
         answers.commit()
 
 

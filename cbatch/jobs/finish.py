@@ -60,7 +60,8 @@ def finish(
             "columns": columns_digest(layout),
             "content": digest,
         }
-        earlier = _report(setup, totals, session, part) | {"hashes": hashes}
+        column = None if layout.openai else layout.names["row"]
+        earlier = _report(setup, totals, session, part) | {"row_column": column, "hashes": hashes}
         reporting.write_report(paths.report, earlier)
     if part is not None:
         mark_success(Path(setup.job.output), part.shard.count)

@@ -52,6 +52,11 @@ def report_path(output: Path) -> Path:
     return output.with_name(f"{output.name}.report.json")
 
 
+def errors_path(output: Path) -> Path:
+    """Return where the failed requests of an OpenAI Batch are."""
+    return output.with_name(f"{output.name}.errors.jsonl")
+
+
 def _same_file(name: str, path: Path) -> bool:
     try:
         return Path(name).samefile(path)

@@ -53,6 +53,8 @@ def prepare(job: JobConfig, engine: EngineConfig) -> JobSetup:
             raise UsageError(
                 "a stream that can be read only once cannot be split into shards", hint="write it to a file first"
             )
+        if job.order != "input":
+            raise UsageError("--shard needs the rows in the order of the input", hint="leave --order out")
         part = shard.path(job.output)
         JobPaths.of(job.output).check(source.inputs)
         part.parent.mkdir(exist_ok=True)

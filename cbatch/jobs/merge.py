@@ -1,0 +1,184 @@
+"""`cbatch merge`: the parts of a sharded job become one ordered output. Called by the command of that name.
+
+Parts share column names and schema, so their rows are copied as they are; each is checked to be the one that belongs
+there. The merged file appears complete or not at all, with a report that adds the parts' up.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cbatch.errors import EXIT_OK, InputError, UsageError
+from cbatch.io.atomic import AtomicFile, writing
+from cbatch.io.jsonform import load
+from cbatch.io.sinks import check_output
+from cbatch.jobs.lock import JobLock
+from cbatch.jobs.paths import JobPaths, errors_path, report_path
+from cbatch.jobs.report import read_report, write_report
+from cbatch.jobs.shards import PARTS_SUFFIX, find_problem, mark_success, part_path, parts_folder
+from cbatch.jobs.stop import Interrupted, Stop, handling_signals
+
+INTERRUPTED_EXIT_CODE = 75
+SUMMED = (
+    "rows",
+    "rows_ok",
+    "rows_error",
+    "prompt_tokens",
+    "cached_tokens",
+    "computed_tokens",
+    "recomputed_tokens",
+    "output_tokens",
+    "rows_truncated",
+    "truncated_tokens",
+    "generate_s",
+)
+_PART_NAME = re.compile(r"part-\d{5}-of-(\d{5})(\.\w+)")
+
+
+@dataclass(frozen=True, slots=True)
+class MergeSummary:
+    """How a merge ended."""
+
+    exit_code: int
+    output: Path
+    num_parts: int = 0
+    rows: int = 0
+    reason: str | None = None  # of an interruption
+
+
+def merge_parts(output: str, *, force_unlock: bool = False) -> MergeSummary:
+    """Join the parts of a sharded job, named by its output, in order.
+
+    Raises UsageError where there are no parts, InputError where one is missing or does not belong, OutputError.
+    """
+    path = Path(output.rstrip("/").removesuffix(PARTS_SUFFIX))
+    count = _count_parts(path)
+    stop = Stop()
+    try:
+        with (
+            handling_signals(stop, grace_s=0.0, exit_code=INTERRUPTED_EXIT_CODE),
+            JobLock(JobPaths.of(str(path)).lock, force=force_unlock),
+        ):
+            check_output(str(path))
+            problem = find_problem(path, count)
+            if problem is not None:
+                raise InputError(problem, hint="run that shard, then merge again")
+            parts = [part_path(path, index, count) for index in range(count)]
+            mark_success(path, count)
+            num_rows = _MERGERS[path.suffix.lower()](path, parts, stop.check)
+            write_report(report_path(path), _merged_report(parts))
+    except Interrupted as interrupted:
+        return MergeSummary(INTERRUPTED_EXIT_CODE, path, reason=str(interrupted))
+    return MergeSummary(EXIT_OK, path, count, num_rows)
+
+
+def _count_parts(output: Path) -> int:
+    """How many parts there should be, by the names of those that are there."""
+    folder = parts_folder(output)
+    if not folder.is_dir():
+        raise UsageError(
+            f"{output} has no parts: there is no folder {folder}", hint="name the output of a job that ran with --shard"
+        )
+    matches = [match for path in sorted(folder.iterdir()) if (match := _PART_NAME.fullmatch(path.name))]
+    counts = {int(match[1]) for match in matches}
+    if not counts:
+        raise InputError(f"{folder} holds no parts", hint="run the shards first")
+    if len(counts) > 1:
+        numbers = ", ".join(map(str, sorted(counts)))
+        raise InputError(
+            f"{folder} holds parts of different jobs: of {numbers}", hint="remove those that are not meant"
+        )
+    return counts.pop()
+
+
+def _merge_jsonl(output: Path, parts: list[Path], tick: Callable[[], None]) -> int:
+    """Copy lines, each of which must be the next row; responses carry no row and are counted."""
+    num_rows = 0
+    with AtomicFile(output) as joined:
+        for part in parts:
+            report = read_report(report_path(part))
+            expected = num_rows
+            with writing(output), part.open("rb") as file:
+                for line in file:
+                    tick()
+                    if report["row_column"] is not None:
+                        _check_row(part, load(line.decode())[report["row_column"]], expected)
+                    expected += 1
+                    joined.file.write(line)
+            if expected - num_rows != report["rows"] - (report["rows_error"] if report["row_column"] is None else 0):
+                raise InputError(f"{part} does not hold {report['rows']} rows", hint="run that shard again")
+            num_rows += report["rows"]
+        joined.commit()
+    _merge_error_files(output, parts)
+    return num_rows
+
+
+def _merge_error_files(output: Path, parts: list[Path]) -> None:
+    """Join the error files of an OpenAI Batch."""
+    files = [errors_path(part) for part in parts if errors_path(part).exists()]
+    target = errors_path(output)
+    if not files:
+        target.unlink(missing_ok=True)
+        return
+    with AtomicFile(target) as joined:
+        for path in files:
+            with writing(target), path.open("rb") as file:
+                shutil.copyfileobj(file, joined.file)
+        joined.commit()
+
+
+def _merge_parquet(output: Path, parts: list[Path], tick: Callable[[], None]) -> int:
+    """Copy record batches, whose rows must be the next ones."""
+    import pyarrow.parquet as pq
+
+    schema = pq.read_schema(parts[0])
+    num_rows = 0
+    with AtomicFile(output) as file, writing(output), pq.ParquetWriter(file.file, schema) as writer:
+        for part in parts:
+            column = read_report(report_path(part))["row_column"]
+            for batch in _batches(part):
+                tick()
+                for offset, row in enumerate(batch.column(column).to_pylist()):
+                    _check_row(part, row, num_rows + offset)
+                num_rows += batch.num_rows
+                writer.write_batch(batch)
+        writer.close()
+        file.commit()
+    return num_rows
+
+
+def _batches(part: Path) -> Iterator[Any]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(part) as file:
+        yield from file.iter_batches()
+
+
+_MERGERS = {".jsonl": _merge_jsonl, ".parquet": _merge_parquet}
+
+
+def _check_row(part: Path, row: object, expected: int) -> None:
+    if row != expected:
+        raise InputError(f"{part} holds row {row} where row {expected} should be", hint="run that shard again")
+
+
+def _merged_report(parts: list[Path]) -> dict[str, Any]:
+    reports = [read_report(report_path(part)) for part in parts]
+    merged: dict[str, Any] = {name: sum(report[name] for report in reports) for name in SUMMED}
+    merged["errors"] = {}
+    for report in reports:
+        for code, number in report["errors"].items():
+            merged["errors"][code] = merged["errors"].get(code, 0) + number
+    seconds = merged["generate_s"]
+    return {
+        **merged,
+        "output_tokens_per_s": merged["output_tokens"] / seconds if seconds > 0 else 0.0,
+        "first_error": next((report["first_error"] for report in reports if report["first_error"]), None),
+        **{name: reports[0][name] for name in ("inputs", "model", "sampling", "seeds", "settings", "versions")},
+        "parts": [{"part": part.name} | report for part, report in zip(parts, reports, strict=True)],
+    }
