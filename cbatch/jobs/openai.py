@@ -72,7 +72,7 @@ class BatchRequests:
             if value is None or name in _PROMPT_FIELDS or name in _NO_EFFECT:
                 continue
             ours = _OTHER_NAMES.get(name, name)
-            if self._params.meaning_of(ours) is not None:
+            if name not in _ONLY and self._params.meaning_of(ours) is not None:
                 parameters[ours] = value
             elif not any(type(value) is type(only) and value == only for only in _ONLY.get(name, ())):
                 raise RowError(BAD_REQUEST, f"body.{name} is not supported by this version")

@@ -1,0 +1,208 @@
+"""Spec I2: OpenAI Batch files are recognised and answered in their format, failures in a file of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.config import SamplingParams
+from cbatch.engine.request import Prompt
+from cbatch.errors import InputError
+from tests.jobs.jobkit import Bench, read_rows
+from tests.stub_engine import StubTokenizer, expected_text
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def chat(custom_id: Any, content: str = "hi", **body: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": content}]
+    return {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"model": "some-model", "messages": messages, **body},
+    }
+
+
+def text(custom_id: str, prompt: Any, **body: Any) -> dict[str, Any]:
+    body = {"model": "some-model", "prompt": prompt, **body}
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def errors(bench: Bench) -> list[dict[str, Any]]:
+    return read_rows(bench.path / "out.jsonl.errors.jsonl")
+
+
+def answer(content: str, **sampling: Any) -> str:
+    ids = StubTokenizer().encode(f"user: {content}\nassistant: ")
+    return expected_text(Prompt(0, ids, SamplingParams(**sampling)))
+
+
+def test_every_request_is_answered_under_its_id(bench: Bench) -> None:
+    bench.write([chat(f"request-{n}", f"question {n}") for n in range(30)])
+    summary = bench.run()
+    rows = bench.rows()
+    assert (summary.exit_code, summary.rows_ok) == (0, 30)
+    assert [row["custom_id"] for row in rows] == [f"request-{n}" for n in range(30)]
+    contents = [row["response"]["body"]["choices"][0]["message"]["content"] for row in rows]
+    assert contents == [answer(f"question {n}") for n in range(30)]
+    assert not (bench.path / "out.jsonl.errors.jsonl").exists()
+
+
+def test_responses_are_what_the_public_client_expects(bench: Bench) -> None:
+    pytest.importorskip("openai")
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion
+
+    bench.write(
+        [chat("a", max_tokens=3), text("b", "once", max_tokens=20, stop=["e"]), chat("c", seed=1, temperature=1)]
+    )
+    bench.run()
+    for row, kind in zip(bench.rows(), (ChatCompletion, Completion, ChatCompletion), strict=True):
+        assert set(row) == {"id", "custom_id", "response", "error"}
+        assert row["id"].startswith("batch_req_")
+        assert row["error"] is None
+        assert (row["response"]["status_code"], set(row["response"])) == (200, {"status_code", "request_id", "body"})
+        body = kind.model_validate(row["response"]["body"], strict=True)
+        assert body.model == "some-model"
+        assert body.usage is not None
+        assert body.usage.total_tokens == body.usage.prompt_tokens + body.usage.completion_tokens
+        assert body.choices[0].finish_reason in ("stop", "length")
+        assert body.created > 1_600_000_000
+    assert bench.rows()[0]["response"]["body"]["usage"]["completion_tokens"] == 3
+
+
+def test_requests_are_what_the_public_client_sends(bench: Bench) -> None:
+    """Every field of the public parameters is either run, without effect, or refused: none is ignored."""
+    pytest.importorskip("openai")
+    from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
+
+    values: dict[str, Any] = {
+        "max_tokens": 3,
+        "max_completion_tokens": 3,
+        "temperature": 0.5,
+        "top_p": 0.5,
+        "seed": 1,
+        "stop": ["x"],
+        "tools": [],
+        "stream": False,
+        "user": "u",
+        "metadata": {},
+        "store": False,
+    }
+    for name in CompletionCreateParamsNonStreaming.__annotations__:
+        if name in ("messages", "model"):
+            continue
+        value = values.get(name, ["unheard of"])
+        bench.write([chat("a", **{name: value})])
+        bench.run(restart=True)
+        if name in values:
+            assert bench.rows()[0]["error"] is None, name
+        elif name not in ("service_tier", "safety_identifier", "prompt_cache_key"):
+            assert bench.rows() == [], name
+            assert errors(bench)[0]["error"]["code"] in ("invalid_request", "bad_parameter", "unsupported_parameter"), (
+                name
+            )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "same_as"), [("once", "once"), (["once"], "once"), ([1, 113, 112, 101, 103], "once")]
+)
+def test_text_completions_take_text_and_ids(bench: Bench, prompt: Any, same_as: str) -> None:
+    bench.write([text("a", prompt)])
+    bench.run()
+    expected = expected_text(Prompt(0, StubTokenizer().encode(same_as), SamplingParams()))
+    assert bench.rows()[0]["response"]["body"]["choices"][0]["text"] == expected
+
+
+BAD = [
+    chat("", "empty id"),
+    chat(7, "a number for an id"),
+    {**chat("method"), "method": "GET"},
+    {**chat("url"), "url": "/v1/embeddings"},
+    {**chat("body"), "body": []},
+    {**chat("no messages"), "body": {"model": "m"}},
+    chat("n", n=2),
+    chat("stream", stream=True),
+    chat("unknown", flux_capacitor=1),
+    chat("range", temperature=-1),
+    chat("near", temprature=1),
+    text("several", ["one", "two"]),
+    '{"custom_id": "torn", "method"',
+]
+
+
+def test_bad_requests_go_to_the_error_file_and_cost_no_other(bench: Bench) -> None:
+    lines: list[Any] = []
+    for number, bad in enumerate(BAD):
+        lines += [chat(f"good-{number}", f"{number}"), bad]
+    bench.write(lines)
+    summary = bench.run()
+    assert (summary.exit_code, summary.rows_error) == (1, len(BAD))
+    assert [row["custom_id"] for row in bench.rows()] == [f"good-{number}" for number in range(len(BAD))]
+    failures = errors(bench)
+    assert len(failures) == len(BAD)
+    assert [row["custom_id"] for row in failures] == [
+        bad["custom_id"] if isinstance(bad, dict) else None for bad in BAD
+    ]
+    for row in failures:
+        assert row["response"] is None
+        assert set(row["error"]) == {"code", "message"}
+    assert bench.report()["errors"]["invalid_request"] >= 6
+
+
+def test_an_error_file_of_an_earlier_run_does_not_stay(bench: Bench) -> None:
+    bench.write([chat("a", "never fits")])
+    bench.write([chat("a"), chat("b", n=2)])
+    bench.run()
+    assert len(errors(bench)) == 1
+    bench.write([chat("a"), chat("b")])
+    bench.run()
+    assert not (bench.path / "out.jsonl.errors.jsonl").exists()
+
+
+def test_duplicate_ids_are_reported_together_before_anything_runs(bench: Bench) -> None:
+    rows = [chat(f"r{n}") for n in range(1000)]
+    for number in (500, 700, 999):
+        rows[number] = chat("r3")
+    bench.write([*rows, chat("r8")])
+    with pytest.raises(InputError) as caught:
+        bench.run()
+    message = str(caught.value)
+    assert message.startswith("4 requests have a custom_id that another has: ")
+    assert "'r3' in requests 4 and 501" in message
+    assert "'r8' in requests 9 and 1001" in message
+    assert bench.engines == []
+    assert not bench.output.exists()
+
+
+def test_an_id_column_alone_makes_no_batch_file(bench: Bench) -> None:
+    bench.write([{"custom_id": "a", "prompt": "p"}, {"custom_id": "a", "prompt": "q"}])
+    bench.run()
+    assert [row["custom_id"] for row in bench.rows()] == ["a", "a"]
+    assert "completion" in bench.rows()[0]
+
+
+def test_a_batch_resumes_like_any_job(bench: Bench) -> None:
+    bench.write([chat(f"r{n}", f"{n}") for n in range(20)])
+    bench.run()
+    assert bench.run().status == "unchanged"
+    bench.write([chat(f"r{n}", f"{n}") for n in range(25)])
+    assert bench.run().rows_replayed == 20
+    assert bench.num_prompts_run == 25
+
+
+def test_defaults_of_the_command_line_count_under_the_body(bench: Bench) -> None:
+    bench.write([chat("a"), chat("b", max_tokens=2)])
+    bench.run(sampling={"max_tokens": 4}, system_prompt="be brief")
+    used = [row["response"]["body"]["usage"]["completion_tokens"] for row in bench.rows()]
+    assert used == [4, 2]
+    journal = (bench.path / "out.jsonl.journal.jsonl").read_text(encoding="utf-8")
+    prompt_tokens = json.loads(journal.splitlines()[1])["result"]["prompt_tokens"]
+    assert prompt_tokens == len(StubTokenizer().encode("system: be brief\nuser: hi\nassistant: "))
