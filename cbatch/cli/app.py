@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cbatch.cli.console import PROGRAM, discard_stdout, prepare_streams, say
+from cbatch.cli.console import PROGRAM, abandon_broken_streams, prepare_streams, say
 from cbatch.cli.help import SettingsCommand
+from cbatch.cli.merge import merge_command
 from cbatch.cli.options import SETTINGS
 from cbatch.cli.run import run_command
 from cbatch.cli.signature import command_signature, keyword
@@ -77,6 +78,19 @@ _run.__signature__ = command_signature(  # type: ignore[attr-defined]
 app.command("run", cls=SettingsCommand, options_metavar="--model MODEL -o OUT [OPTIONS]")(_run)
 
 
+@app.command("merge")
+def _merge(
+    output: Annotated[str, typer.Argument(metavar="OUT", show_default=False, help="The output of the sharded job.")],
+    force_unlock: Annotated[
+        bool, typer.Option("--force-unlock", help="Take the output's lock from a run that is known to be gone.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where in the code an error arose.")] = False,
+) -> int:
+    """Join the parts of a sharded job into one ordered output."""
+    return merge_command(output, force_unlock=force_unlock, quiet=quiet, debug=debug)
+
+
 def main() -> int:
     """Run the command line and return the exit code; every failure is one line on standard error."""
     prepare_streams()
@@ -92,10 +106,11 @@ def main() -> int:
         say(str(error))
         return error.exit_code
     except (BrokenPipeError, SystemExit):  # Typer makes the second of the first
-        discard_stdout()
         return EXIT_PIPE
     except KeyboardInterrupt:
         return EXIT_ABORTED
     except Exception as error:
         say(f"internal error, {type(error).__name__}: {error} (run again with --debug to see where)")
         return EXIT_FAILED
+    finally:
+        abandon_broken_streams()

@@ -37,11 +37,15 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def discard_stdout() -> None:
-    """Send what is still buffered for a reader that has gone to the null device."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.close(null)
+def abandon_broken_streams() -> None:
+    """Send what is still buffered for a reader that has gone to the null device, where it cannot fail at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
 
 
 def one_line(text: str) -> str:

@@ -120,6 +120,7 @@ class Setting:
             "int": f"a whole number {self.bounds}",
             "float": f"a number {self.bounds}",
             "text": "a text that is not empty",
+            "texts": "a list of texts, none empty",
             "choice": f"one of {', '.join(self.choices)}",
         }
         return words[self.kind]
@@ -149,6 +150,8 @@ class Setting:
                 return _ROW_PARAMS[self.name].parse(value)
             except (TypeError, ValueError):
                 raise self._refuse(spelled, value) from None
+        if self.kind == "texts" and isinstance(value, list) and all(isinstance(item, str) and item for item in value):
+            return tuple(value)
         types: dict[Kind, type] = {"flag": bool, "int": int, "float": float}
         fits = type(value) is types.get(self.kind, str)
         if fits and self.kind in ("int", "float"):

@@ -27,14 +27,18 @@ def show_summary(summary: JobSummary, *, quiet: bool) -> None:
     if summary.status != "interrupted" and summary.exit_code:
         hint = "--retry-errors runs them again, --error-tolerance lets a share of rows fail"
         first = f"; the first: {summary.first_error}" if summary.first_error else ""
-        say(f"{summary.rows_error} of {summary.rows} rows failed{first} ({hint})")
+        say(f"{summary.rows_error} of {_count(summary.rows, 'row')} failed{first} ({hint})")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _line(summary: JobSummary) -> str:
     report = summary.report
     return (
-        f"{summary.rows} rows in {report['wall_s']:.1f} s: {summary.rows_ok} ok, {summary.rows_error} failed, "
-        f"{report['output_tokens']} tokens at {report['output_tokens_per_s']:.1f} tokens/s; "
+        f"{_count(summary.rows, 'row')} in {report['wall_s']:.1f} s: {summary.rows_ok} ok, "
+        f"{summary.rows_error} failed, {report['output_tokens']} tokens at {report['output_tokens_per_s']:.1f} tokens/s; "
         f"{summary.paths.output} and {summary.paths.report.name}"
     )
 

@@ -43,7 +43,7 @@ def test_quiet_says_nothing_but_errors(folder: Path) -> None:
     done = run_job(folder, "-q", "--restart")
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    assert "1 of 1 rows failed" in done.stderr
+    assert "1 of 1 row failed" in done.stderr
 
 
 def test_verbose_gives_every_setting_its_reason(folder: Path) -> None:
@@ -86,8 +86,9 @@ def test_a_reader_that_goes_away_is_no_failure_to_talk_about(folder: Path, unbuf
     assert done.stdout.startswith("Usage:")
     assert done.stderr == ""
     assert (folder / "code").read_text().strip() in ("0", "141")
-    closed = shell('{ "$@" run --help; echo $? >code; } | true', folder, PYTHONUNBUFFERED=unbuffered)
+    closed = shell('{ sleep 0.2; "$@" run --help; echo $? >code; } | true', folder, PYTHONUNBUFFERED=unbuffered)
     assert closed.stderr == ""
+    assert (folder / "code").read_text() == "141\n"
 
 
 def test_a_log_reader_that_goes_away_leaves_the_output_whole(folder: Path) -> None:
