@@ -36,11 +36,11 @@ def _count(number: int, noun: str) -> str:
 
 def _line(summary: JobSummary) -> str:
     report = summary.report
-    return (
-        f"{_count(summary.rows, 'row')} in {report['wall_s']:.1f} s: {summary.rows_ok} ok, "
-        f"{summary.rows_error} failed, {report['output_tokens']} tokens at {report['output_tokens_per_s']:.1f} tokens/s; "
-        f"{summary.paths.output} and {summary.paths.report.name}"
+    rows = (
+        f"{_count(summary.rows, 'row')} in {report['wall_s']:.1f} s: {summary.rows_ok} ok, {summary.rows_error} failed"
     )
+    tokens = f"{report['output_tokens']} tokens at {report['output_tokens_per_s']:.1f} tokens/s"
+    return f"{rows}, {tokens}; {summary.paths.output} and {summary.paths.report.name}"
 
 
 def _print_table(summary: JobSummary) -> None:
