@@ -17,6 +17,8 @@ from typing import Any, TextIO
 LOG_INTERVAL_S = 30.0
 BAR_INTERVAL_S = 0.2
 RATE_WINDOW_S = 20.0  # the rate shown is over about so long
+DEFAULT_WIDTH = 100
+DEFAULT_HEIGHT = 20
 _BLOCKS = "█▏"
 
 
@@ -133,11 +135,13 @@ class Progress:
             self._bar = tqdm(
                 file=self._stream,
                 unit="row",
-                dynamic_ncols=True,
+                ncols=_width(self._stream),
+                nrows=DEFAULT_HEIGHT,
                 ascii=not _can_encode(_BLOCKS, self._stream),
                 initial=taken.rows_replayed,
                 mininterval=0,
             )
+        self._bar.ncols = _width(self._stream)
         self._bar.total = self._count_rows()
         self._bar.initial = taken.rows_replayed
         self._bar.n = taken.rows_done
@@ -159,6 +163,14 @@ def is_terminal(stream: TextIO) -> bool:
         return stream.isatty() and os.environ.get("TERM") != "dumb"
     except ValueError:  # closed
         return False
+
+
+def _width(stream: TextIO | None) -> int:
+    """The terminal's columns; some say that they have none."""
+    try:
+        return (stream is not None and os.get_terminal_size(stream.fileno()).columns) or DEFAULT_WIDTH
+    except (OSError, ValueError):
+        return DEFAULT_WIDTH
 
 
 def _can_encode(text: str, stream: TextIO | None) -> bool:

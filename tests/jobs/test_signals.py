@@ -31,18 +31,29 @@ class Process:
 
     def __init__(self, bench: Bench, *, environment: dict[str, str] | None = None, **options: Any) -> None:
         self.bench = bench
+        self.process = self.start(bench, environment=environment, stderr=subprocess.PIPE, **options)
+
+    @staticmethod
+    def arguments(bench: Bench, **options: Any) -> list[str]:
+        """The command that runs a job."""
         settings = {
             "inputs": [str(bench.path / "in.jsonl")],
             "output": str(bench.output),
             "model": str(bench.path / "model"),
-        } | options
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.stub_engine", "job", json.dumps(settings)],
+        }
+        return [sys.executable, "-m", "tests.stub_engine", "job", json.dumps(settings | options, ensure_ascii=False)]
+
+    @classmethod
+    def start(
+        cls, bench: Bench, *, environment: dict[str, str] | None, stderr: int, **options: Any
+    ) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            cls.arguments(bench, **options),
             cwd=ROOT,
             env=os.environ | (environment or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
         )
 
