@@ -36,7 +36,7 @@ class PagedStep:
 
     key_pages: Sequence[Tensor]  # [num_pages, kv_heads, page_size, head_dim], written in place
     value_pages: Sequence[Tensor]  # as key_pages
-    layer_types: Sequence[str]  # as ModelShape.layer_types: the keys of `inputs`
+    layer_types: Sequence[str]  # FULL_ATTENTION, or a name for each window: the keys of `inputs`
     inputs: Mapping[str, AttentionInputs]
 
 
@@ -72,7 +72,7 @@ def paged_attention_forward(
         raise _unsupported(module, "builds its own attention mask")
     if getattr(module, "is_causal", True) is False:
         raise _unsupported(module, "attends in both directions")
-    if sliding_window is None and layer_type == SLIDING_ATTENTION:
+    if sliding_window is None and layer_type != FULL_ATTENTION:
         raise _unsupported(module, "ignores the sliding window that its config states")
     inputs = paged.inputs[layer_type]
     key_pages, value_pages = paged.key_pages[layer], paged.value_pages[layer]

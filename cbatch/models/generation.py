@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from transformers import GenerationConfig
 
-GREEDY: dict[str, object] = {"temperature": 0.0}
 # name → (lowest, highest) value that our sampling takes
 TAKEN = {"temperature": (0.0, 100.0), "top_p": (1e-9, 1.0), "top_k": (0, 2**31)}
 # Settings that say nothing about what is generated, and those at which the others do nothing.
@@ -32,7 +31,7 @@ class GenerationDefaults:
 
 
 def generation_defaults(config: GenerationConfig | None) -> GenerationDefaults:
-    """Translate a generation config: empty where it states nothing, greedy where it does not sample."""
+    """Translate a generation config; its sampling settings count only where it samples (`do_sample`)."""
     stated = {} if config is None else config.to_diff_dict()
     stated = {name: value for name, value in stated.items() if value is not None and not name.startswith("_")}
     samples = bool(stated.get("do_sample", False))

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 BAD_TEXT = "bad_text"
 TEMPLATE_ERROR = "template_error"
+UNKNOWN_TOKEN = "unknown_token"
 PROBE = "a"
 CLOCK_CALL = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 # What a row may set of `apply_chat_template` itself; its other parameters decide how, not what, is rendered.
@@ -69,7 +70,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Encode a text with the tokenizer's own special tokens, BOS once, no EOS that the text does not have.
 
-        Raises RowError for text that is not Unicode.
+        Raises RowError for text that is not Unicode, and for tokens that the model does not have.
         """
         return self.encode_many([text])[0]
 
@@ -77,7 +78,7 @@ class Tokenizer:
         """Encode texts as `encode` does, in one call."""
         for text in texts:
             _check_unicode(text)
-        return [self._trim(ids) for ids in self._encode_plainly(texts, True)]
+        return [self._check_vocabulary(self._trim(ids)) for ids in self._encode_plainly(texts, True)]
 
     def encode_chat(
         self,
@@ -92,7 +93,7 @@ class Tokenizer:
         """
         text = self._render(messages, tools, dict(chat_template_kwargs or {}))
         _check_unicode(text)
-        return self._encode_plainly([text], False)[0]
+        return self._check_vocabulary(self._encode_plainly([text], False)[0])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode to text; special tokens and ids beyond the tokenizer's vocabulary give nothing."""
@@ -119,6 +120,16 @@ class Tokenizer:
             raise RowError(TEMPLATE_ERROR, f"the chat template refused the messages: {reason}") from error
         assert isinstance(rendered, str)
         return rendered
+
+    def _check_vocabulary(self, ids: list[int]) -> list[int]:
+        """Refuse ids that the model has no embedding for, as a tokenizer with tokens of its own may give."""
+        if self._num_tokens > self.vocab_size and max(ids, default=0) >= self.vocab_size:
+            raise RowError(
+                UNKNOWN_TOKEN,
+                f"the tokenizer gives token {max(ids)}, and the model's vocabulary is 0 to {self.vocab_size - 1}: "
+                "give the model's own with --tokenizer",
+            )
+        return ids
 
     def _trim(self, ids: list[int]) -> list[int]:
         """Take away an EOS that the tokenizer appended and a BOS that the text had already."""

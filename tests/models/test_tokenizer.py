@@ -166,6 +166,15 @@ def test_the_vocabulary_is_the_models_where_it_is_known() -> None:
     assert Tokenizer(build_tiny_tokenizer()).vocab_size == len(build_tiny_tokenizer())
 
 
+def test_tokens_that_the_model_does_not_have_are_the_rows_error() -> None:
+    small = Tokenizer(build_tiny_tokenizer(), vocab_size=280)
+    assert small.encode("a") == tiny().encode("a")
+    for encode in (lambda: small.encode("user"), lambda: small.encode_chat(USER)):
+        with pytest.raises(RowError, match="vocabulary is 0 to 279") as raised:
+            encode()
+        assert raised.value.code == "unknown_token"
+
+
 def test_truncation_saved_with_a_tokenizer_does_not_cut_prompts() -> None:
     wrapped = build_tiny_tokenizer()
     wrapped.backend_tokenizer.enable_truncation(4)
