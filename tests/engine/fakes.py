@@ -309,9 +309,10 @@ class Harness:
             assert request.scheduled_at == self._started.setdefault(request.request_id, self.num_steps - 1.0)
             assert 0 < item.num_tokens <= request.num_uncomputed
             assert item.num_computed_before == request.num_computed_tokens
-            size = self.cache.allocators[0].page_size
-            assert all(len(table) * size >= stop for table in request.tables), "no slots for the step's tokens"
-            pages += len(range(0, stop, size)) * len(self.cache.allocators[0].layers)
+            for allocator, table in zip(self.cache.allocators, request.tables, strict=True):
+                assert allocator.num_missing_blocks(table, stop) == 0, "no slots for the step's tokens"
+                window = allocator.read_window(table, item.num_computed_before, stop)
+                pages += len(window.blocks) * len(allocator.layers)
         assert plan.num_pages_read == pages <= self.limits.max_pages_read
         assert set(active) | set(self.scheduler.waiting) == set(self._requests.values())
         assert len(active) + len(self.scheduler.waiting) == len(self._requests)

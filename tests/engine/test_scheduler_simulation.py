@@ -6,16 +6,20 @@ finds by looking at everything. Both must choose the same steps; the fake runner
 
 from __future__ import annotations
 
+import itertools
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from cbatch.engine.cache.build import build_cache, group_layers
+from cbatch.engine.cache.manager import CacheManager
 from cbatch.engine.request import Request
 from cbatch.engine.scheduler import StepLimits, StepPlan
 from cbatch.errors import RowError
 from tests.engine.fakes import Harness, completion, make_cache, make_request, toy_model
 
+MAX_MODEL_LEN = 60  # the longest prompt with the most tokens is shorter
 Content = tuple[int, ...]  # a block's tokens and all before it
 
 
@@ -314,3 +318,38 @@ def check_results(case: Case, harness: Harness) -> None:
     assert harness.num_soft_resets + harness.num_offloads == sum(r.preemptions for r in case.requests)
     if not harness.num_soft_resets:
         assert all(r.recomputed_tokens == 0 for r in case.requests)
+
+
+@pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(0, 60, 20)])
+def test_hybrid_caches_give_every_request_the_models_tokens(seeds: range) -> None:
+    """Full and sliding layers on one pool: no twin, but every slot in a window holds what it should."""
+    totals = {"resets": 0, "offloads": 0}
+    for seed in seeds:
+        case = Case(seed)
+        rng = random.Random(seed)
+        windows = [rng.choice([None, 3, 3, 8]) for _ in range(rng.randrange(1, 5))]
+        for request in case.requests:
+            request.tables = [[] for _ in group_layers(windows, MAX_MODEL_LEN)]
+        longest = max(r.num_prompt_tokens + r.max_tokens - 1 for r in case.requests)
+        cache = next(c for n in itertools.count(1) if (c := hybrid(case, windows, n)).max_tokens_ever >= longest)
+        all_pages = cache.pool.num_usable * cache.pool.pages_per_chunk
+        limits = replace(case.limits, max_requests_per_batch=8, max_pages_read=all_pages)
+        margin, num_host_pages = rng.choice([0.0, 0.0, 0.15]), rng.choice([0, 0, 20, 100])
+        harness = Harness(cache, limits, case.failing, case.policy, margin, num_host_pages)
+        harness.add(*case.requests)
+        harness.run(5_000)
+        check_results(case, harness)
+        totals["resets"] += harness.num_soft_resets
+        totals["offloads"] += harness.num_offloads
+    assert all(totals.values()), f"the cases are too tame: {totals}"
+
+
+def hybrid(case: Case, windows: list[int | None], num_blocks: int) -> CacheManager:
+    return build_cache(
+        windows,
+        num_blocks=num_blocks,
+        page_size=case.page_size,
+        max_batch_tokens=case.limits.max_batch_tokens,
+        max_model_len=MAX_MODEL_LEN,
+        allow_block_sharing=case.sharing,
+    )
