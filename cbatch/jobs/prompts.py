@@ -88,6 +88,8 @@ class PromptEncoder:
     def _encode_text(self, text: str) -> list[int]:
         try:
             return self._tokenizer.encode(text)
+        except RowError:
+            raise
         except Exception as error:
             raise RowError(TOKENIZER_ERROR, f"the tokenizer refused the prompt: {_quote(error)}") from error
 
@@ -98,6 +100,8 @@ class PromptEncoder:
             return self._tokenizer.encode_chat(
                 rendered.value, tools=rendered.tools, chat_template_kwargs=rendered.template_kwargs
             )
+        except RowError:
+            raise
         except Exception as error:  # a template runs arbitrary code, and raises whatever that does
             raise RowError(TEMPLATE_ERROR, f"the chat template refused the messages: {_quote(error)}") from error
 
