@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
+import torch
 from cbatch_kernels import dispatch
 
 from cbatch.config import DEFAULT_MAX_TOKENS, EngineConfig
 from cbatch.engine.cache.build import build_cache
 from cbatch.engine.cache.manager import CacheManager
-from cbatch.engine.memory import free_memory
+from cbatch.engine.memory import free_memory, is_out_of_memory
 from cbatch.engine.output import failed_output, finished_output
 from cbatch.engine.plan import EnginePlan, check_config, plan_engine
 from cbatch.engine.request import Prompt, Request, RequestOutput
@@ -22,10 +24,12 @@ from cbatch.engine.runner import ModelRunner
 from cbatch.engine.scheduler import SCHEDULERS, FinishedRequest, StepLimits, StepPlan
 from cbatch.engine.stats import EngineStats
 from cbatch.engine.stopping import StopCondition, StopStrings
-from cbatch.errors import RowError
+from cbatch.errors import EngineError, RowError
 from cbatch.models.inspect import inspect_model
 from cbatch.models.load import LoadedModel, load_model
 from cbatch.models.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 IDLE_SLEEP_S = 0.001  # between looks at a source of prompts that has nothing ready
 WAITING_WINDOW = 2  # requests kept waiting, in batches: enough for the scheduler to look ahead
@@ -128,16 +132,45 @@ class Engine:
         began = time.perf_counter()
         plan = self._scheduler.schedule(began)
         scheduled = time.perf_counter()
-        sampled = self._runner.run(plan)
+        plan, sampled = self._run(plan)
         ran = time.perf_counter()
-        self._count_cache()
+        self._count_cache(plan)
         finished = self._scheduler.update(plan, sampled, ran)
         ended = time.perf_counter()
-        self._count(plan, finished, len(sampled))
+        self._count(plan, finished, sum(not isinstance(result, RowError) for result in sampled))
         self._began = began if self._began is None else self._began
         self.stats.generate_s = ended - self._began
         self.stats.schedule_s += (scheduled - began) + (ended - ran)
         return [finished_output(f, ended) for f in finished]
+
+    def _run(self, plan: StepPlan) -> tuple[StepPlan, list[int | RowError]]:
+        """Compute a step, a smaller one each time that memory runs out; give what ran. Raises EngineError."""
+        while (sampled := self._try(plan)) is None:
+            self.stats.out_of_memory_steps += 1
+            if self._scheduler.limits.max_batch_tokens == 1:
+                raise EngineError(
+                    "memory ran out in a step of a single token",
+                    hint="lower num_blocks or max_memory_percent, which leaves more to the steps, or free memory",
+                )
+            plan = self._scheduler.halve(plan)
+            logger.warning(
+                "memory ran out in a step; from here on a step has at most %d tokens",
+                self._scheduler.limits.max_batch_tokens,
+            )
+        return plan, sampled
+
+    def _try(self, plan: StepPlan) -> list[int | RowError] | None:
+        """Compute a step, or give None where memory runs out.
+
+        The error ends here, and with it its traceback, whose frames hold the step's tensors.
+        """
+        try:
+            return self._runner.run(plan)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        torch.cuda.empty_cache()  # does nothing where CUDA is not in use
+        return None
 
     def _submit(self, prompt: Prompt) -> RequestOutput | None:
         """Queue a prompt, or answer at once where it can never fit."""
@@ -206,9 +239,11 @@ class Engine:
             stats.computed_tokens += request.computed_tokens
             stats.recomputed_tokens += request.recomputed_tokens
 
-    def _count_cache(self) -> None:
-        """Look at the cache while the step's blocks are all in use."""
-        waste = self._cache.waste_fraction(self._scheduler.active)
+    def _count_cache(self, plan: StepPlan) -> None:
+        """Look at the cache while the step's blocks are all in use, and its tokens in them."""
+        filled = {request: request.num_computed_tokens for request in self._scheduler.active}
+        filled |= {item.request: item.num_computed_before + item.num_tokens for item in plan.items}
+        waste = self._cache.waste_fraction(filled)
         if waste is not None:
             self.stats.waste_sum += waste
             self.stats.waste_steps += 1

@@ -1,4 +1,7 @@
-"""How much memory is free on a device, container limits respected. Called once, when the plan is made."""
+"""How much memory is free on a device, container limits respected, and what it looks like when there is none.
+
+The first is asked once, when the plan is made; the second at every step that fails.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 
 CGROUP_V2 = Path("/sys/fs/cgroup")
 CGROUP_V1 = Path("/sys/fs/cgroup/memory")
+CPU_OUT_OF_MEMORY = ("not enough memory", "can't allocate memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,13 @@ def free_memory(device: torch.device) -> FreeMemory:
     available = FreeMemory(psutil.virtual_memory().available, "available memory")
     container = _free_in_container()
     return container if container is not None and container.num_bytes < available.num_bytes else available
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Tell whether a forward pass failed for want of memory; torch's CPU allocator has no exception of its own."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in CPU_OUT_OF_MEMORY)
 
 
 def _free_in_container() -> FreeMemory | None:

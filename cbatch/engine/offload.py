@@ -23,10 +23,15 @@ class PageCopies:
     def __len__(self) -> int:
         return len(self.host_pages)
 
+    def clear(self) -> None:
+        """Forget what has been copied, so that a step that is tried again does not copy it twice."""
+        self.cache_pages.clear()
+        self.host_pages.clear()
+
 
 @dataclass(slots=True)
 class Moves:
-    """What one step moves: never out and in at once, so that no host page is read and written in the same step."""
+    """What one step moves. All that goes out does so before anything comes back into the room that it leaves."""
 
     out: PageCopies = field(default_factory=PageCopies)
     back: PageCopies = field(default_factory=PageCopies)

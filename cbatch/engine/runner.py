@@ -17,7 +17,7 @@ from cbatch.engine.offload import Moves
 from cbatch.engine.sampling import sample
 from cbatch.engine.scheduler import StepPlan
 from cbatch.errors import RowError
-from cbatch.models.attention import PagedStep
+from cbatch.models.attention import FULL_ATTENTION, SLIDING_ATTENTION, PagedStep
 from cbatch.models.load import LoadedModel
 
 
@@ -42,7 +42,8 @@ class ModelRunner:
         offsets = [lanes[layer] * pool.num_chunks for layer in range(shape.num_layers)]
         self._layer_keys = [self.key_pages[offset:] for offset in offsets]
         self._layer_values = [self.value_pages[offset:] for offset in offsets]
-        self._types = [f"type {i}" for i in range(len(allocators))]
+        windows = [shape.sliding_windows[allocator.layers[0]] for allocator in allocators]
+        self._types = [FULL_ATTENTION if w is None else f"{SLIDING_ATTENTION}, {w} tokens" for w in windows]
         type_of = {layer: i for i, allocator in enumerate(allocators) for layer in allocator.layers}
         self._layer_types = [self._types[type_of[layer]] for layer in range(shape.num_layers)]
 
@@ -59,14 +60,18 @@ class ModelRunner:
         return [tokens[row] if finite[row] else _not_finite(logits.dtype) for row in inputs.result_order]
 
     def _move_pages(self, moves: Moves) -> None:
-        """Carry out a step's copies between cache and host, all pages of a direction in one transfer."""
-        for cache, host in ((self.key_pages, self.host_key_pages), (self.value_pages, self.host_value_pages)):
-            if moves.out:
-                pages = torch.tensor(moves.out.cache_pages, device=cache.device)
+        """Carry out a step's copies between cache and host, all pages of a direction in one transfer, only once."""
+        stores = ((self.key_pages, self.host_key_pages), (self.value_pages, self.host_value_pages))
+        if moves.out:
+            pages = torch.tensor(moves.out.cache_pages, device=self.key_pages.device)
+            for cache, host in stores:
                 host[moves.out.host_pages] = cache.index_select(0, pages).to(host.device)
-            if moves.back:
-                pages = torch.tensor(moves.back.cache_pages, device=cache.device)
+            moves.out.clear()
+        if moves.back:
+            pages = torch.tensor(moves.back.cache_pages, device=self.key_pages.device)
+            for cache, host in stores:
                 cache.index_copy_(0, pages, host[moves.back.host_pages].to(cache.device))
+            moves.back.clear()
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """Return the logits [R, vocab] of the tokens that sample, and write the step's KV in place."""

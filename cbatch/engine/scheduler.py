@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cbatch.engine.cache.manager import Admission, CacheManager
 from cbatch.engine.offload import Moves, OffloadManager
@@ -109,6 +109,18 @@ class Scheduler(ABC):
         for request in (item.request for item in plan.items):
             request.scheduled_at = now if request.scheduled_at is None else request.scheduled_at
         return plan
+
+    def halve(self, plan: StepPlan) -> StepPlan:
+        """Halve the step's token limit, for good, and give what of a `plan` that did not run is within it.
+
+        The blocks of the rest are theirs already and serve a later step; the moves are those of `plan`.
+        """
+        self.limits = replace(self.limits, max_batch_tokens=max(1, self.limits.max_batch_tokens // 2))
+        smaller = StepPlan(moves=plan.moves)
+        for request in (item.request for item in plan.items):
+            if num_tokens := self._num_tokens_within_limits(request, smaller):
+                self._put(smaller, request, num_tokens)
+        return smaller
 
     def update(self, plan: StepPlan, sampled: Sequence[int | RowError], now: float) -> list[FinishedRequest]:
         """Book the step's results; `sampled` holds one token or failure per request that samples, in plan order."""

@@ -24,6 +24,7 @@ class EngineStats:
     offloads: int = 0  # requests moved to the host
     restores: int = 0  # and back
     soft_resets: int = 0
+    out_of_memory_steps: int = 0  # forward passes that failed for want of memory and were tried again, smaller
     waste_sum: float = 0.0  # of the per-step waste fractions
     waste_steps: int = 0
 

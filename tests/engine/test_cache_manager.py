@@ -141,7 +141,7 @@ class CacheMachine(RuleBasedStateMachine):
             for request in self.requests
             for position in range(request.num_computed_tokens)
         }
-        waste = self.cache.waste_fraction(self.requests)
+        waste = self.cache.waste_fraction({request: request.num_computed_tokens for request in self.requests})
         if owned:
             assert waste == pytest.approx(1 - len(filled) / (len(owned) * self.page_size))
         else:

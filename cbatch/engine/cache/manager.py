@@ -6,7 +6,7 @@ The scheduler is the only caller. Tables and hashes live on the request; what is
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from cbatch.engine.cache.allocator import CacheAllocator
@@ -145,14 +145,17 @@ class CacheManager:
         """Share of the cache that requests own, 0 to 1."""
         return self._owned_pages() / (self.pool.num_usable * self.pool.pages_per_chunk)
 
-    def waste_fraction(self, active: Iterable[Request]) -> float | None:
-        """Share of the allocated slots that hold no token, shared blocks counted once; None while nothing is."""
+    def waste_fraction(self, num_filled: Mapping[Request, int]) -> float | None:
+        """Share of the allocated slots that hold no token, shared blocks counted once; None while nothing is.
+
+        `num_filled` says of every request that owns blocks how many tokens are in them.
+        """
         allocated = sum(a.num_owned_blocks * a.page_size * len(a.layers) for a in self.allocators)
         if allocated == 0:
             return None
         wasted = sum(
-            allocator.num_wasted_slots(table, request.num_computed_tokens) * len(allocator.layers)
-            for request in active
+            allocator.num_wasted_slots(table, num_tokens) * len(allocator.layers)
+            for request, num_tokens in num_filled.items()
             for allocator, table in zip(self.allocators, request.tables, strict=True)
         )
         return wasted / allocated
