@@ -103,9 +103,10 @@ def _entries(journal: Journal, offsets: array[int], layout: Layout, tick: Tick) 
         import numpy as np
 
         offsets = array("q", np.sort(np.frombuffer(offsets, dtype=np.int64)).tobytes() if offsets else b"")
+    reader = journal.reader()
     for offset in offsets:
         tick()
-        yield journal.read(offset)
+        yield reader.read(offset)
 
 
 def _record_schema(journal: Journal, offsets: array[int], layout: Layout, tick: Tick) -> pa.Schema | None:
@@ -119,10 +120,10 @@ def _record_schema(journal: Journal, offsets: array[int], layout: Layout, tick: 
     from cbatch.io.schema import output_schema
 
     if declared is None:
-        inference = TypeInference()
+        inference, reader = TypeInference(), journal.reader()
         for offset in offsets:
             tick()
-            inference.observe(journal.read(offset).columns)
+            inference.observe(reader.read(offset).columns)
         declared = inference.schema()
     declared = pa.schema([field for field in declared if layout.keeps(field.name)])
     return output_schema(declared, layout.names)

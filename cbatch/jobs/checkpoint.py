@@ -34,11 +34,11 @@ def open_checkpoint(setup: JobSetup, say: Callable[[str], None]) -> Checkpoint:
             hint="--restart replaces it; or name another output",
         )
     journal = Journal(paths.journal)
-    ledger = Ledger(journal.count_lines(), journal.has_key)
+    ledger = Ledger(journal.count_lines(), journal.reader().has_key)
     session = Session(0, setup.fit, job.return_token_ids, job.retry_errors)
 
     def add(head: Head, offset: int) -> None:
-        ledger.add(head.key, offset, head.attempt, retry=session.wants_again(head))
+        ledger.add(head.key, offset, head.attempt, ok=head.ok, retry=session.wants_again(head))
 
     recovery = journal.recover(add)
     if len(ledger):

@@ -12,7 +12,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,15 @@ from cbatch.io import jsonform
 from cbatch.io.atomic import fsync_directory, writing
 
 SYNC_INTERVAL_S = 0.5  # so that a row is durable within a second even where syncing takes a while
-READ_BYTES = 1 << 20
+READ_BYTES = 1 << 20  # when everything is read
+WINDOW_BYTES = 1 << 18  # when entries are read one by one
+LINE_BYTES = 1 << 12  # of an entry, at first
+MAX_PENDING_BYTES = 1 << 18
 _CRC = '{"crc": "%08x", '
 _CRC_BYTES = len(_CRC % 0)
 _KEY_START = b'"key": "'
 _HEAD_END = b', "columns": '
 _KEY_HEX = 32
-_OK = b'", "ok": '  # what stands between a key and "true" or "false"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +48,10 @@ class Head:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the line's first fields."""
-        return {
-            "key": self.key.hex(),
-            "ok": self.ok,
-            "attempt": self.attempt,
-            "session": self.session,
-            "generate_s": self.generate_s,
-            "computed_tokens": self.computed_tokens,
-            "num_dropped": self.num_dropped,
-            "has_token_ids": self.has_token_ids,
-            "fit": self.fit,
-        }
+        return {"key": self.key.hex()} | {name: getattr(self, name) for name in _HEAD_FIELDS}
+
+
+_HEAD_FIELDS = tuple(field.name for field in fields(Head))[1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +82,7 @@ class Journal:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             self._size = os.fstat(self._file).st_size
             fsync_directory(path.parent)
+        self._pending = bytearray()  # entries not handed to the system yet; they go after _size
         self._synced_size = self._size
         self._synced_at = time.monotonic()
 
@@ -125,36 +121,31 @@ class Journal:
         self.sync()
 
     def append(self, entry: Entry) -> int:
-        """Write an entry and return its offset; durable after the next `sync`. Raises OutputError."""
+        """Add an entry and return its offset; written by the next `flush`, durable after `sync`. Raises OutputError."""
         return self._append({**entry.head.as_dict(), "columns": entry.columns, "result": entry.result})
 
-    def read(self, offset: int) -> Entry:
-        """Read an entry back."""
-        line = next(self._lines(offset))[1]
-        head = _parse_head(line)
-        assert isinstance(head, Head), f"no entry at {offset} of {self.path}"
-        value = jsonform.load(line.decode())
-        return Entry(head, value["columns"], value["result"])
+    def flush(self) -> None:
+        """Hand everything to the system: a killed process no longer loses it. Raises OutputError."""
+        if self._pending:
+            data, self._pending = bytes(self._pending), bytearray()
+            self._write(data)
 
-    def has_key(self, offset: int, key: bytes) -> bool:
-        """Say whether the entry at an offset is the one with this key."""
-        start = offset + _CRC_BYTES + len(_KEY_START)
-        return os.pread(self._file, _KEY_HEX, start) == key.hex().encode()
-
-    def is_ok(self, offset: int) -> bool:
-        """Say whether the entry at an offset is of a row that did not fail."""
-        start = offset + _CRC_BYTES + len(_KEY_START) + _KEY_HEX + len(_OK)
-        return os.pread(self._file, 1, start) == b"t"
+    def reader(self) -> JournalReader:
+        """Return a reader of what was flushed; one for each thread."""
+        return JournalReader(self._file, self.path)
 
     def sync(self) -> None:
-        """Make everything written durable. Raises OutputError."""
+        """Make everything durable. Raises OutputError."""
+        self.flush()
         if self._size != self._synced_size:
             with writing(self.path):
                 os.fsync(self._file)
         self._synced_size, self._synced_at = self._size, time.monotonic()
 
-    def sync_if_due(self) -> None:
-        """Sync where the last time was long enough ago."""
+    def keep_up(self, *, idle: bool) -> None:
+        """Flush where the caller is idle or much waits; sync where the last time was long enough ago."""
+        if idle or len(self._pending) >= MAX_PENDING_BYTES:
+            self.flush()
         if time.monotonic() - self._synced_at >= SYNC_INTERVAL_S:
             self.sync()
 
@@ -164,8 +155,8 @@ class Journal:
 
     def _append(self, value: dict[str, Any]) -> int:
         body = jsonform.dump_line(value)[1:]
-        offset = self._size
-        self._write((_CRC % zlib.crc32(body)).encode() + body)
+        offset = self._size + len(self._pending)
+        self._pending += (_CRC % zlib.crc32(body)).encode() + body
         return offset
 
     def _write(self, data: bytes) -> None:
@@ -174,18 +165,20 @@ class Journal:
             while written < len(data):
                 written += os.pwrite(self._file, data[written:], self._size + written)
         except OSError as error:
-            os.ftruncate(self._file, self._size)
+            whole = data.rfind(b"\n", 0, written) + 1
+            os.ftruncate(self._file, self._size + whole)
+            self._size += whole
             raise OutputError(
                 f"cannot write {self.path}: {error.strerror}",
                 hint="the rows before it are safe; make room and run the same command again to go on",
             ) from error
         self._size += written
 
-    def _lines(self, start: int = 0) -> Iterator[tuple[int, bytes]]:
-        """Yield offset and bytes of every line from `start` on, the newline included where there is one."""
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield offset and bytes of every line, the newline included where there is one."""
         pending: list[bytes] = []
-        offset = start
-        for _, chunk in self._chunks(start):
+        offset = 0
+        for _, chunk in self._chunks():
             first, *rest = chunk.split(b"\n")
             pending.append(first)
             for piece in rest:
@@ -196,20 +189,65 @@ class Journal:
         if last := b"".join(pending):
             yield offset, last
 
-    def _chunks(self, start: int = 0) -> Iterator[tuple[int, bytes]]:
-        size = 1 << 14 if start else READ_BYTES
-        while chunk := os.pread(self._file, size, start):
+    def _chunks(self) -> Iterator[tuple[int, bytes]]:
+        start = 0
+        while chunk := os.pread(self._file, READ_BYTES, start):
             yield start, chunk
             start += len(chunk)
 
 
+class JournalReader:
+    """Reads entries by their offset, cheaply where they are asked for in order."""
+
+    def __init__(self, file: int, path: Path) -> None:
+        self._file = file
+        self._path = path
+        self._start = 0
+        self._window = b""
+
+    def has_key(self, offset: int, key: bytes) -> bool:
+        """Say whether the entry at an offset is the one with this key."""
+        return self._bytes(offset + _CRC_BYTES + len(_KEY_START), _KEY_HEX) == key.hex().encode()
+
+    def read(self, offset: int) -> Entry:
+        """Read an entry back."""
+        value = jsonform.load(self._line(offset).decode())
+        fields = {name: value[name] for name in _HEAD_FIELDS}
+        return Entry(Head(bytes.fromhex(value["key"]), **fields), value["columns"], value["result"])
+
+    def _line(self, offset: int) -> bytes:
+        size = LINE_BYTES
+        while True:
+            data = self._bytes(offset, size)
+            end = data.find(b"\n")
+            if end >= 0:
+                assert _is_whole(data[: end + 1]), f"no entry at {offset} of {self._path}"
+                return data[:end]
+            assert len(data) == size, f"the entry at {offset} of {self._path} has no end"
+            size *= 4
+
+    def _bytes(self, offset: int, size: int) -> bytes:
+        """Up to `size` bytes at an offset, out of the window where it has them."""
+        at = offset - self._start
+        if not (at >= 0 and at + size <= len(self._window)):
+            self._start, at = offset, 0
+            self._window = os.pread(self._file, max(size, WINDOW_BYTES), offset)
+        return self._window[at : at + size]
+
+
+def _is_whole(line: bytes) -> bool:
+    """Whether a line, its newline aside, is as it was written."""
+    body = line[_CRC_BYTES:]
+    return line[:_CRC_BYTES] == (_CRC % zlib.crc32(body if body.endswith(b"\n") else body + b"\n")).encode()
+
+
 def _parse_head(line: bytes) -> Head | dict[str, Any] | None:
     """Return an entry's head, what a session wrote down of itself, or None for a line that is not whole."""
-    body = line[_CRC_BYTES:]
-    if line[:_CRC_BYTES] != (_CRC % zlib.crc32(body if body.endswith(b"\n") else body + b"\n")).encode():
+    if not _is_whole(line):
         return None
+    body = line[_CRC_BYTES:]
     if not body.startswith(_KEY_START):
         facts: dict[str, Any] = json.loads(b"{" + body)
         return facts
-    fields = json.loads(b"{" + body[: body.index(_HEAD_END)] + b"}")
-    return Head(bytes.fromhex(fields.pop("key")), **fields)
+    values = json.loads(b"{" + body[: body.index(_HEAD_END)] + b"}")
+    return Head(bytes.fromhex(values.pop("key")), **values)

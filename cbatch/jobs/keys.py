@@ -15,12 +15,13 @@ from cbatch.jobs.rendering import Rendered
 
 KEY_BYTES = 16
 SEED_BYTES = 8
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 _FIELD_SEPARATOR = b"\x00"
 
 
 def base_key(rendered: Rendered, given: Mapping[str, object], identity: bytes) -> bytes:
     """Hash prompt, given parameters and `identity` (model, and the job's own defaults). RowError as `canonical`."""
-    parameters = json.dumps(given, separators=(",", ":")).encode()
+    parameters = _ENCODER.encode(given).encode()
     return _hash(b"row", identity, parameters, rendered.canonical())
 
 

@@ -13,10 +13,11 @@ from cbatch.jobs.keys import row_key
 
 FINGERPRINT_BYTES = 8
 _OFFSET_BITS = 46  # 64 TiB of journal
-_ATTEMPT_BITS = 16
+_ATTEMPT_BITS = 14
 _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 _ATTEMPT_MASK = (1 << _ATTEMPT_BITS) - 1
-_RETRY = 1 << _OFFSET_BITS + _ATTEMPT_BITS
+_FAILED = 1 << _OFFSET_BITS + _ATTEMPT_BITS
+_RETRY = _FAILED << 1
 
 
 def fingerprint(key: bytes) -> int:
@@ -31,6 +32,7 @@ class Claim:
     key: bytes
     offset: int | None
     num_attempts: int = 0
+    ok: bool = True  # whether a finished row did not fail
 
 
 class Ledger:
@@ -43,7 +45,7 @@ class Ledger:
 
     def __init__(self, num_finished: int = 0, verify: Callable[[int, bytes], bool] | None = None) -> None:
         """Make room for `num_finished` rows; `verify` says whether the journal's entry at an offset has a key."""
-        self._finished = FlatTable("q", num_finished)  # offset, attempts, retry; the complement once claimed
+        self._finished = FlatTable("q", num_finished)  # offset, attempts, flags; the complement once claimed
         self._verify = verify or (lambda _offset, _key: True)
         self._seen = PartitionedTable(None)
         self._repeats = PartitionedTable("I")
@@ -62,39 +64,36 @@ class Ledger:
         """Give the memory back; nothing can be asked any more."""
         del self._finished, self._seen, self._repeats
 
-    def add(self, key: bytes, offset: int, attempt: int, *, retry: bool = False) -> None:
+    def add(self, key: bytes, offset: int, attempt: int, *, ok: bool = True, retry: bool = False) -> None:
         """Remember the journal's entry of a row, in the place of an earlier one; `retry` has it run again."""
-        attempt = min(attempt, _ATTEMPT_MASK)
-        self._finished.put(fingerprint(key), offset | attempt << _OFFSET_BITS | (_RETRY if retry else 0))
+        flags = (0 if ok else _FAILED) | (_RETRY if retry else 0)
+        self._finished.put(fingerprint(key), offset | min(attempt, _ATTEMPT_MASK) << _OFFSET_BITS | flags)
 
     def claim(self, base: bytes) -> Claim:
         """Give the next row with this base key its key, and what the journal holds of it."""
-        occurrence = self._count(base)
-        key = row_key(base, occurrence)
+        mark = fingerprint(base)
+        repeats = self._repeats.get(mark)
+        if repeats is None:
+            entry = self._find(base)
+            if entry is None and self._seen.get(mark) is None:
+                self._seen.put(mark)
+                return Claim(base, None)
+            if entry is not None and entry >= 0:
+                return self._take(base, entry)
+            repeats = 1
+        self._repeats.put(mark, repeats + 1)
+        key = row_key(base, repeats)
         entry = self._find(key)
-        if entry is None or entry < 0:
-            if occurrence == 0:
-                self._seen.put(fingerprint(base))
-            return Claim(key, None)
+        return Claim(key, None) if entry is None or entry < 0 else self._take(key, entry)
+
+    def _take(self, key: bytes, entry: int) -> Claim:
+        """Hand out an entry of the journal; it is not there a second time."""
         self._finished.put(fingerprint(key), ~entry)
         num_attempts = entry >> _OFFSET_BITS & _ATTEMPT_MASK
         if entry & _RETRY:
             return Claim(key, None, num_attempts)
         self.num_replayed += 1
-        return Claim(key, entry & _OFFSET_MASK, num_attempts)
-
-    def _count(self, base: bytes) -> int:
-        """How many rows with this base key came before; counts this one."""
-        mark = fingerprint(base)
-        repeats = self._repeats.get(mark)
-        if repeats is None:
-            entry = self._find(base)
-            is_new = entry >= 0 if entry is not None else self._seen.get(mark) is None
-            if is_new:
-                return 0
-            repeats = 1
-        self._repeats.put(mark, repeats + 1)
-        return repeats
+        return Claim(key, entry & _OFFSET_MASK, num_attempts, ok=not entry & _FAILED)
 
     def _find(self, key: bytes) -> int | None:
         """The journal's entry of a key; its complement (negative) where the row was claimed already."""

@@ -24,6 +24,7 @@ BAD_PROMPT = "bad_prompt"
 EMPTY_PROMPT = "empty_prompt"
 NO_PROMPT = "no_prompt"
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=repr)
 _KINDS = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
@@ -40,7 +41,7 @@ class Rendered:
         """Return the bytes that two prompts have in common only if they are the same. RowError on a lone surrogate."""
         parts = [self.kind, self.value, self.tools, self.template_kwargs]
         try:
-            return json.dumps(parts, ensure_ascii=False, separators=(",", ":"), default=repr).encode()
+            return _ENCODER.encode(parts).encode()
         except UnicodeEncodeError as error:
             lone = error.object[error.start]
             raise RowError("lone_surrogate", f"the prompt holds half a character, U+{ord(lone):04X}") from None

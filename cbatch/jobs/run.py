@@ -241,7 +241,7 @@ class _JobRun:
 
     def _replay(self, row: JobRow) -> None:
         assert row.claim.offset is not None
-        self._writer.replay(row.index, row.claim.offset)
+        self._writer.replay(row.index, row.claim.offset, ok=row.claim.ok)
 
     def _describe(self, engine: BatchEngine) -> None:
         """Say what was decided, and keep it in the journal for whoever finishes the job."""

@@ -63,9 +63,9 @@ class Writer:
         """Hand in a finished row; `make_entry` runs on the writer's thread."""
         self._queue.put(lambda: self._write(row, make_entry()))
 
-    def replay(self, row: int, offset: int) -> None:
+    def replay(self, row: int, offset: int, *, ok: bool) -> None:
         """Hand in a row that the journal has already."""
-        self._queue.put(lambda: self._replay(row, offset))
+        self._queue.put(lambda: self._replay(row, offset, ok))
 
     def note(self, session: int, facts: dict[str, Any]) -> None:
         """Hand in what a session says of itself."""
@@ -96,7 +96,7 @@ class Writer:
             try:
                 if task is not None:
                     task()
-                    self._journal.sync_if_due()
+                    self._journal.keep_up(idle=self._queue.empty())
                 else:
                     self._journal.sync()
             except BaseException as error:
@@ -106,9 +106,9 @@ class Writer:
         self._index.set(row, self._journal.append(entry))
         self._count(ok=entry.head.ok)
 
-    def _replay(self, row: int, offset: int) -> None:
+    def _replay(self, row: int, offset: int, ok: bool) -> None:
         self._index.set(row, offset)
-        self._count(ok=self._journal.is_ok(offset), replayed=True)
+        self._count(ok=ok, replayed=True)
 
     def _count(self, *, ok: bool, replayed: bool = False) -> None:
         tally = self.tally

@@ -28,6 +28,7 @@ FAULTS = ctypes.CDLL(None)
 FAULTS.faults_arm.argtypes = (ctypes.c_char_p, ctypes.c_long, ctypes.c_int, ctypes.c_long)
 FAULTS.faults_count.restype = ctypes.c_long
 NO_LIMIT = -1
+STEP_S = 0.002  # the rows are then written one by one
 EXIT_COUNT = "operations"
 
 ROWS: list[Any] = [
@@ -96,7 +97,7 @@ class Trials:
 
     def _outcome_of_a_whole_run(self) -> list[dict[str, Any]]:
         bench = self.fresh()
-        assert wait(self.child(bench)) == 1, (self.path / "error").read_text()
+        assert wait(self.child(bench, step_s=STEP_S)) == 1, (self.path / "error").read_text()
         self.num_operations = int((bench.path / EXIT_COUNT).read_text())
         rows = comparable(bench)
         assert len(rows) == len(ROWS)
@@ -128,7 +129,7 @@ def journalled_keys(bench: Bench) -> Counter[str]:
 def at_every_operation(trials: Trials, *, torn: bool) -> None:
     for kill_at in range(1, trials.num_operations + 1):
         bench = trials.fresh()
-        killed = wait(trials.child(bench, kill_at=kill_at, torn=torn)) == -signal.SIGKILL
+        killed = wait(trials.child(bench, kill_at=kill_at, torn=torn, step_s=STEP_S)) == -signal.SIGKILL
         report(f"operation {kill_at}", trials.finish(bench), killed=killed)
 
 
@@ -138,7 +139,7 @@ def at_random_instants(trials: Trials, count: int) -> None:
         bench = trials.fresh()
         kills = 0
         for _ in range(rng.randint(1, 3)):
-            process = trials.child(bench, step_s=0.002)
+            process = trials.child(bench, step_s=STEP_S)
             time.sleep(rng.random() * 0.2)
             os.kill(process, signal.SIGKILL)
             kills += wait(process) == -signal.SIGKILL

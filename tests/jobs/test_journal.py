@@ -45,10 +45,10 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     assert found == dict(enumerate(offsets))
     assert (num_sessions, num_damaged) == (1, 0)
     for number, offset in found.items():
-        assert journal.read(offset) == entry(number, TEXTS[number])
-        assert journal.has_key(offset, number.to_bytes(16, "big"))
-        assert journal.is_ok(offset) == (number % 2 == 0)
-        assert not journal.has_key(offset, (99).to_bytes(16, "big"))
+        reader = journal.reader()
+        assert reader.read(offset) == entry(number, TEXTS[number])
+        assert reader.has_key(offset, number.to_bytes(16, "big"))
+        assert not reader.has_key(offset, (99).to_bytes(16, "big"))
     journal.close()
 
 
@@ -63,6 +63,7 @@ def test_every_line_is_json_for_line_based_tools(tmp_path: Path) -> None:
 def test_rows_can_be_read_while_the_journal_is_open(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
     journal.append(entry(5))
+    journal.flush()
     assert json.loads((tmp_path / "j").read_bytes())["result"]["row"] == 5
     journal.close()
 
@@ -90,6 +91,7 @@ def test_a_torn_tail_costs_its_row_only_and_is_cut_off(tmp_path: Path, kind: str
     assert found == dict(enumerate(offsets[:-1]))
     assert path.stat().st_size == offsets[-1]
     again = journal.append(entry(8))
+    journal.flush()
     journal.close()
     assert recover(path)[1] == {**dict(enumerate(offsets[:-1])), 8: again}
 
@@ -102,6 +104,7 @@ def test_a_complete_line_without_its_newline_is_kept(tmp_path: Path) -> None:
     assert found == dict(enumerate(offsets))
     assert num_damaged == 0
     journal.append(entry(3))
+    journal.flush()
     journal.close()
     assert set(recover(path)[1]) == {0, 1, 2, 3}
 
@@ -129,6 +132,7 @@ def test_every_cut_is_recovered(tmp_path: Path, cut: int) -> None:
     ends = [*offsets[1:], len(data)]
     assert found == {number: at for number, at in enumerate(offsets) if cut >= ends[number] - 1}
     journal.append(entry(77))
+    journal.flush()
     journal.close()
     assert set(recover(path)[1]) == {*found, 77}
 
@@ -145,21 +149,38 @@ def test_a_full_disk_is_said_and_leaves_whole_lines(tmp_path: Path, monkeypatch:
     path = tmp_path / "j"
     journal = Journal(path)
     journal.append(entry(0))
+    journal.flush()
+    room = [path.stat().st_size * 3 // 2]
     real = os.pwrite
 
     def pwrite(file: int, data: bytes, offset: int) -> int:
-        if len(data) > 50:
-            return real(file, data[:50], offset)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if room[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = real(file, data[: room[0]], offset)
+        room[0] -= written
+        return written
 
     monkeypatch.setattr(os, "pwrite", pwrite)
+    journal.append(entry(1))
+    journal.append(entry(2))
     with pytest.raises(OutputError, match=r"No space left.*run the same command again"):
-        journal.append(entry(1))
+        journal.flush()
     monkeypatch.undo()
     assert path.read_bytes().endswith(b"\n")
-    journal.append(entry(2))
+    journal.append(entry(3))
+    journal.flush()
     journal.close()
-    assert set(recover(path)[1]) == {0, 2}
+    assert set(recover(path)[1]) == {0, 1, 3}
+
+
+def test_a_window_sees_what_was_written_behind_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    reader = journal.reader()
+    for number in range(50):
+        offset = journal.append(entry(number, "x" * 3000 * (number % 4)))
+        journal.flush()
+        assert reader.read(offset).result["row"] == number
+    journal.close()
 
 
 def test_a_row_is_durable_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,12 +191,13 @@ def test_a_row_is_durable_within_a_second(tmp_path: Path, monkeypatch: pytest.Mo
     journal = Journal(tmp_path / "j")
     synced.clear()
     journal.append(entry(0))
-    journal.sync_if_due()
+    journal.keep_up(idle=False)
     clock[0] += 0.5
-    journal.sync_if_due()
+    journal.keep_up(idle=False)
     assert len(synced) == 1
+    assert (tmp_path / "j").stat().st_size > 0
     clock[0] += 5
-    journal.sync_if_due()
+    journal.keep_up(idle=True)
     assert len(synced) == 1, "nothing new, nothing to sync"
     journal.close()
 
