@@ -26,7 +26,7 @@ demo: $(READY) $(MODEL)/model.safetensors
 	@rm -rf $(DEMO) && mkdir -p $(DEMO)
 	$(BIN)/cbatch run sample_jobs/ticket_labels/prompts.jsonl --config sample_jobs/ticket_labels/job.toml \
 		--model $(MODEL) --output $(DEMO)/ticket_labels.jsonl
-	@$(BIN)/python sample_jobs/show.py $(DEMO)/ticket_labels.jsonl
+	@$(BIN)/python sample_jobs/show.py $(DEMO)/ticket_labels.jsonl text expected
 
 test: check $(MODEL)/model.safetensors
 	CBATCH_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest $(PYTEST_ARGS)
