@@ -115,13 +115,13 @@ def random_ids(rng: random.Random, vocabulary: Vocabulary) -> list[int]:
 def test_a_stop_is_found_as_soon_and_where_the_whole_text_holds_it(vocabulary: Vocabulary) -> None:
     rng = random.Random(1)
     hits = 0
-    for _ in range(1_500):
+    for _ in range(800):
         ids = random_ids(rng, vocabulary)
         stop = tuple("".join(rng.choices(ALPHABET, k=rng.randrange(1, 6))) for _ in range(rng.randrange(1, 4)))
         expected = first_stop(stop, vocabulary.decode, ids)
         assert fed(stop, vocabulary.decode, ids) == expected, (stop, [vocabulary.pieces[i] for i in ids])
         hits += expected is not None
-    assert 400 < hits < 1_300
+    assert 200 < hits < 700
 
 
 @pytest.mark.parametrize(
