@@ -1,0 +1,252 @@
+"""The whole memory system against `generate()`: the same tokens, however little memory there is.
+
+Every triple of settings and family occurs together in some case of the covering array (every pair in the default
+one), over pools that never hold all rows at once. Pages hold NaN until something is written to them. References are
+computed once for each family.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import pytest
+
+from cbatch.config import EngineConfig, SamplingParams
+from cbatch.engine.cache.build import build_cache
+from cbatch.engine.engine import Engine
+from cbatch.engine.request import Prompt, RequestOutput
+from cbatch.engine.runner import ModelRunner
+from cbatch.engine.sizing import page_bytes
+from cbatch.models.inspect import inspect_model
+from cbatch.models.load import LoadedModel, load_model
+from cbatch.units import GIB
+from tests.engine.reference import Reference, count_near_ties, generate_references
+from tests.tiny_models import WINDOW, build_tiny
+
+FULL_FAMILIES = ["llama", "mixtral", "qwen3_moe", "smollm3", "gpt_neox"]
+WINDOW_FAMILIES = ["mistral_window", "gemma2", "gemma3", "gpt_oss", "cohere2", "olmo3"]
+PAGE_SIZE = 4
+ALL = 512
+FACTORS: dict[str, list[object]] = {
+    "family": [*FULL_FAMILIES, *WINDOW_FAMILIES],
+    "pool": ["starving", "tight", "ample"],
+    "moves": ["offload", "soft reset", "both"],
+    "max_batch_tokens": [3, PAGE_SIZE + 1, ALL],
+    "scheduler_type": ["fifo", "prefill_first"],
+    "sharing": [True, False],
+    "arrival": ["given", "shuffled", "trickled"],
+}
+FEW_HOST_BLOCKS = 4  # enough for the least that moves out, not for the most
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination of the factors."""
+
+    family: str
+    pool: str
+    moves: str
+    max_batch_tokens: int
+    scheduler_type: str
+    sharing: bool
+    arrival: str
+
+    def __str__(self) -> str:
+        sharing = "sharing" if self.sharing else "alone"
+        values = [self.family, self.pool, self.moves, self.max_batch_tokens, self.scheduler_type, sharing, self.arrival]
+        return "-".join(str(value) for value in values)
+
+
+Combination = tuple[tuple[str, object], ...]
+
+
+def combinations(case: Mapping[str, object], strength: int) -> set[Combination]:
+    return set(itertools.combinations(sorted(case.items(), key=lambda item: item[0]), strength))
+
+
+def all_combinations(strength: int) -> list[Combination]:
+    names = itertools.combinations(sorted(FACTORS), strength)
+    return [
+        tuple(zip(chosen, values, strict=True))
+        for chosen in names
+        for values in itertools.product(*(FACTORS[name] for name in chosen))
+    ]
+
+
+def draw(strength: int) -> list[Case]:
+    """Cover all combinations of `strength` factors, greedily; allpairspy covers pairs only."""
+    rng = random.Random(strength)
+    missing = dict.fromkeys(all_combinations(strength))
+    cases = []
+    while missing:
+        first = dict(next(iter(missing)))
+        tries = [{name: rng.choice(values) for name, values in FACTORS.items()} | first for _ in range(40)]
+        best = max(tries, key=lambda case: len(combinations(case, strength) & missing.keys()))
+        for found in combinations(best, strength) & missing.keys():
+            del missing[found]
+        cases.append(Case(**best))  # type: ignore[arg-type]
+    return cases
+
+
+PAIRS = draw(2)
+TRIPLES = [case for case in draw(3) if case not in PAIRS]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model in memory and what `generate()` makes of the prompts."""
+
+    loaded: LoadedModel
+    references: list[Reference]
+
+
+def make_prompts() -> tuple[list[list[int]], list[int]]:
+    """Short prompts with long completions, which outgrow any pool, and long ones; all pass the window of 16."""
+    rng = random.Random(11)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(3, 250) for _ in range(count)]
+
+    header = tokens(3 * PAGE_SIZE)
+    prompts = [tokens(10), tokens(2 * WINDOW + 3), tokens(1), tokens(PAGE_SIZE)]
+    prompts += [header + tokens(n) for n in (1, 3)]
+    prompts += [list(prompts[4]), header]
+    return prompts, [34, 6, 18, 17, 14, 12, 9, 20]
+
+
+PROMPTS, MAX_TOKENS = make_prompts()
+LONGEST = max(len(prompt) + more - 1 for prompt, more in zip(PROMPTS, MAX_TOKENS, strict=True))
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    made: dict[str, Family] = {}
+
+    def make(name: str) -> Family:
+        if name not in made:
+            folder = build_tiny(name, tmp_path_factory.mktemp(name))
+            config = EngineConfig(model=str(folder), dtype="float32")
+            loaded = load_model(config, inspect_model(config))
+            made[name] = Family(loaded, generate_references(folder, PROMPTS, MAX_TOKENS))
+        return made[name]
+
+    return make
+
+
+def smallest_pool(loaded: LoadedModel, max_batch_tokens: int) -> int:
+    """Count the whole-model blocks that hold the longest row alone."""
+    shape = loaded.shape
+    for num_blocks in range(1, ALL):
+        cache = build_cache(
+            shape.sliding_windows,
+            num_blocks=num_blocks,
+            page_size=PAGE_SIZE,
+            max_batch_tokens=max_batch_tokens,
+            max_model_len=shape.context_length,
+            allow_block_sharing=False,
+        )
+        if cache.max_tokens_ever >= LONGEST:
+            return num_blocks
+    raise AssertionError
+
+
+def make_engine(loaded: LoadedModel, case: Case) -> Engine:
+    smallest = smallest_pool(loaded, case.max_batch_tokens)
+    num_blocks = {"starving": smallest + 1, "tight": smallest * 3 // 2, "ample": smallest * len(PROMPTS)}[case.pool]
+    page = page_bytes(loaded.shape, loaded.dtype, PAGE_SIZE)
+    host_blocks = {"offload": num_blocks * len(PROMPTS), "soft reset": 0, "both": FEW_HOST_BLOCKS}[case.moves]
+    config = EngineConfig(
+        model=case.family,
+        dtype="float32",
+        page_size=PAGE_SIZE,
+        num_blocks=num_blocks,
+        max_batch_tokens=case.max_batch_tokens,
+        max_requests_per_batch=len(PROMPTS),
+        scheduler_type=case.scheduler_type,
+        safety_margin=0.0,
+        allow_block_sharing=case.sharing,
+        cpu_offload_space=host_blocks * loaded.shape.num_layers * page / GIB,
+    )
+    engine = Engine.over(loaded, config)
+    poison(engine)
+    return engine
+
+
+def poison(engine: Engine) -> None:
+    """Fill the memory of cache and host with what ruins every result that it gets into."""
+    runner = engine._runner
+    assert isinstance(runner, ModelRunner)
+    for pages in (runner.key_pages, runner.value_pages, runner.host_key_pages, runner.host_value_pages):
+        pages.fill_(float("nan"))
+
+
+def arriving(arrival: str) -> Iterator[Prompt | None]:
+    rows = list(range(len(PROMPTS)))
+    if arrival != "given":
+        random.Random(3).shuffle(rows)
+    for row in rows:
+        yield Prompt(row, PROMPTS[row], SamplingParams(max_tokens=MAX_TOKENS[row], ignore_eos=True))
+        if arrival == "trickled":
+            yield from [None] * 4
+
+
+def check(engine: Engine, references: list[Reference], arrival: str) -> None:
+    """Run all rows; the tokens are the reference's, the counts add up and nothing stays behind."""
+    outputs: dict[int, RequestOutput] = {o.request_id: o for step in engine.steps(arriving(arrival)) for o in step}
+    assert sorted(outputs) == list(range(len(PROMPTS)))
+    assert all(output.finish_reason == "length" for output in outputs.values())
+    ties = count_near_ties(references, [outputs[row].token_ids for row in range(len(PROMPTS))])
+    assert ties <= 1, "near ties are to be rare"
+    stats, metrics = engine.stats, [output.metrics for output in outputs.values()]
+    assert stats.output_tokens == sum(MAX_TOKENS)
+    assert stats.prompt_tokens == sum(map(len, PROMPTS))
+    assert stats.computed_tokens + stats.cached_tokens == stats.prompt_tokens + stats.output_tokens - len(PROMPTS)
+    assert stats.preemptions == stats.offloads + stats.soft_resets == sum(m.preemptions for m in metrics)
+    assert stats.offloads == stats.restores
+    assert stats.recomputed_tokens == sum(m.recomputed_tokens for m in metrics)
+    assert (stats.cache_usage, stats.num_running, stats.num_waiting) == (0.0, 0, 0)
+    assert engine._scheduler.offload.num_free_host_pages == engine.plan.num_host_pages
+
+
+def check_moves(engine: Engine, case: Case) -> None:
+    """What the case is meant to force has happened, and nothing else."""
+    stats = engine.stats
+    if case.pool == "ample":
+        assert stats.preemptions == 0
+    if case.pool == "starving":
+        assert stats.preemptions > 0
+    # Where prompts are prefilled in crumbs, all that moves out may be small.
+    if case.pool == "starving" and case.moves == "both" and case.max_batch_tokens > 3:
+        assert stats.offloads > 0
+        assert stats.soft_resets > 0
+    if case.moves == "offload":
+        assert stats.soft_resets == stats.recomputed_tokens == 0
+    if case.moves == "soft reset":
+        assert stats.offloads == 0
+    if not case.sharing or case.family in WINDOW_FAMILIES:
+        assert stats.cached_tokens == 0
+        assert stats.recomputed_tokens > 0 or stats.soft_resets == 0
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_tokens_equal_those_of_generate(family: Callable[[str], Family], case: Case) -> None:
+    engine = make_engine(family(case.family).loaded, case)
+    check(engine, family(case.family).references, case.arrival)
+    check_moves(engine, case)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("case", TRIPLES, ids=str)
+def test_tokens_equal_those_of_generate_in_the_wider_draw(family: Callable[[str], Family], case: Case) -> None:
+    engine = make_engine(family(case.family).loaded, case)
+    check(engine, family(case.family).references, case.arrival)
+    check_moves(engine, case)
+
+
+@pytest.mark.parametrize("name", FACTORS["family"])
+def test_references_do_not_collapse(family: Callable[[str], Family], name: str) -> None:
+    """A model that says one token for ever would hide most mistakes."""
+    assert len({token for reference in family(name).references for token in reference.token_ids}) > 10
