@@ -97,7 +97,9 @@ class FakeRunner:
             assert host_page not in self._host_pages, "overwrites what has not come back"
             self._host_pages[host_page] = list(self._pages[page])
         self._poison_free_pages()
+        shared = self._shared_pages()
         for page, host_page in zip(back.cache_pages, back.host_pages, strict=True):
+            assert page not in shared, "copies back what is in the cache"
             self._pages[page] = list(self._host_pages[host_page])
         for item in plan.items:
             self._write(item)
@@ -152,6 +154,17 @@ class FakeRunner:
     def pages_of(self, block: int, num_layers: int) -> list[int]:
         """The page of every layer of a block, by the drawing in pool.py."""
         return [block + lane * self.cache.pool.num_chunks for lane in range(num_layers)]
+
+    def _shared_pages(self) -> set[int]:
+        """The pages that others read, or may find."""
+        return {
+            page
+            for allocator in self.cache.allocators
+            if isinstance(allocator, FullAttentionCacheAllocator)
+            for block in _blocks_in_use(allocator)
+            if allocator.ref_count(block) != 1 or allocator.index.holds(block)
+            for page in self.pages_of(block, len(allocator.layers))
+        }
 
     def _poison_free_pages(self) -> None:
         """Lose the content of every block that is neither in a table nor findable."""

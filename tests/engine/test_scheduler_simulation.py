@@ -221,7 +221,7 @@ class Case:
                 self.failing[request_id] = rng.randrange(self.requests[-1].max_tokens)
         longest = max(r.num_prompt_tokens + r.max_tokens - 1 for r in self.requests)
         smallest = -(-longest // (self.page_size * self.blocks_per_chunk))
-        self.num_chunks = max(1, int(smallest * rng.choice([1, 1, 1.2, 1.5, 2, 4])))
+        self.num_chunks = max(1, int(smallest * rng.choice([1, 1, 1, 1.2, 1.5, 3])))
         self.num_blocks = self.num_chunks * self.blocks_per_chunk
         self.num_layers = rng.choice([1, 3])
         self.limits = StepLimits(
@@ -231,7 +231,7 @@ class Case:
         )
         self.policy = rng.choice(["fifo", "prefill_first"])
         self.safety_margin = rng.choice([0.0, 0.15, 0.5])
-        self.num_host_blocks = rng.choice([0, 0, 3, 10, 100])
+        self.num_host_blocks = rng.choice([0, 1, 2, 3, 4, 6, 10, 100])
 
     def harness(self) -> Harness:
         cache = make_cache(
