@@ -10,9 +10,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from cbatch.config import EngineConfig, SamplingParams
 from cbatch.engine.cache.build import build_cache
@@ -20,9 +22,11 @@ from cbatch.engine.engine import Engine
 from cbatch.engine.request import Prompt, RequestOutput
 from cbatch.engine.runner import ModelRunner
 from cbatch.engine.sizing import page_bytes
+from cbatch.errors import UnsupportedModelError
 from cbatch.models.inspect import inspect_model
 from cbatch.models.load import LoadedModel, load_model
 from cbatch.units import GIB
+from tests.conftest import ROOT
 from tests.engine.reference import Reference, count_near_ties, generate_references
 from tests.tiny_models import WINDOW, build_tiny
 
@@ -250,3 +254,97 @@ def test_tokens_equal_those_of_generate_in_the_wider_draw(family: Callable[[str]
 def test_references_do_not_collapse(family: Callable[[str], Family], name: str) -> None:
     """A model that says one token for ever would hide most mistakes."""
     assert len({token for reference in family(name).references for token in reference.token_ids}) > 10
+
+
+# What published engines got wrong on windows
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+def test_a_long_prompt_repeated_on_a_hybrid_model_gives_the_same_answer_every_time(
+    family: Callable[[str], Family], name: str
+) -> None:
+    """Prefix sharing asked for, one request at a time, prompts beyond the window, one after the other and equal."""
+    loaded = family(name).loaded
+    settings = {"page_size": PAGE_SIZE, "num_blocks": 64, "max_requests_per_batch": 1}
+    engine = Engine.over(loaded, EngineConfig(model=name, allow_block_sharing=True, **settings))  # type: ignore[arg-type]
+    assert not engine.plan.allow_block_sharing
+    assert "sliding" in engine.plan.reasons["allow_block_sharing"]
+    row = 1  # the longest prompt
+    header = PROMPTS[row]
+    params = SamplingParams(max_tokens=MAX_TOKENS[row], ignore_eos=True)
+    same = [Prompt(i, header, params) for i in range(4)]
+    others = [Prompt(4 + i, [*header[: 8 * PAGE_SIZE], 7 + i, 9], params) for i in range(2)]
+    outputs = {output.request_id: output for output in engine.generate([*same, *others])}
+    count_near_ties([family(name).references[row]] * 4, [outputs[i].token_ids for i in range(4)])
+    assert len({tuple(outputs[i].token_ids) for i in range(4)}) == 1
+    for prompt in others:  # as if alone
+        (alone,) = Engine.over(loaded, EngineConfig(model=name, **settings)).generate([prompt])  # type: ignore[arg-type]
+        assert outputs[prompt.request_id].token_ids == alone.token_ids
+    assert engine.stats.cached_tokens == 0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_learned_positions_survive_prefix_hits_and_moves(family: Callable[[str], Family], name: str) -> None:
+    case = Case(name, "starving", "both", PAGE_SIZE + 1, "fifo", sharing=True, arrival="given")
+    engine = make_engine(family(name).loaded, case)
+    check(engine, family(name).references, case.arrival)
+    assert engine.stats.cached_tokens > 0
+    assert engine.stats.preemptions > 0
+
+
+def test_a_window_that_the_model_ignores_is_no_wrong_answer_but_a_refusal(family: Callable[[str], Family]) -> None:
+    loaded = family("llama").loaded
+    windowed = replace(loaded, shape=replace(loaded.shape, sliding_windows=(WINDOW, WINDOW)))
+    engine = Engine.over(windowed, EngineConfig(model="llama", num_blocks=64))
+    with pytest.raises(UnsupportedModelError, match="sliding window"):
+        list(engine.generate([Prompt(0, PROMPTS[0], SamplingParams(max_tokens=4))]))
+
+
+# The real thing
+
+
+@pytest.fixture(scope="module")
+def gemma3() -> Path:
+    """The folder of Gemma 3 270M, a hybrid model with a window of 512; without it the test is skipped."""
+    folder = ROOT / ".models" / "gemma3"
+    if not (folder / "model.safetensors").is_file():
+        pytest.skip(f"no model in {folder}: hf download google/gemma-3-270m --local-dir {folder}")
+    return folder
+
+
+def beyond_the_window(folder: Path, num_rows: int) -> list[list[int]]:
+    """Prompts of a little more than 512 to 700 tokens of English, each from another place."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = tokenizer((ROOT / "LICENSE").read_text()).input_ids
+    rng = random.Random(2)
+    starts = [rng.randrange(1, len(text) - 700) for _ in range(num_rows)]
+    return [[text[0], *text[start : start + 513 + rng.randrange(187)]] for start in starts]
+
+
+def check_real_model(folder: Path, num_rows: int, max_tokens: int) -> tuple[int, Engine]:
+    """Compare rows that move out and come back with `generate()`; return the near ties, and the engine."""
+    prompts = beyond_the_window(folder, num_rows)
+    references = generate_references(folder, prompts, [max_tokens] * num_rows)
+    config = EngineConfig(
+        model=str(folder),
+        dtype="float32",
+        max_model_len=1024,
+        max_batch_tokens=256,
+        page_size=16,
+        num_blocks=max(map(len, prompts)) // 16 * 5 // 4,
+        max_requests_per_batch=4,
+        safety_margin=0.0,
+        cpu_offload_space=0.05,
+    )
+    engine = Engine.load(config)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    rows = [Prompt(row, prompt, params) for row, prompt in enumerate(prompts)]
+    outputs = sorted(engine.generate(rows), key=lambda output: output.request_id)
+    return count_near_ties(references, [output.token_ids for output in outputs]), engine
+
+
+@pytest.mark.real_model
+def test_gemma_3_beyond_its_window(gemma3: Path) -> None:
+    ties, engine = check_real_model(gemma3, num_rows=3, max_tokens=12)
+    assert ties == 0
+    assert engine.stats.output_tokens == 36

@@ -23,8 +23,9 @@ class SlidingAttentionCacheAllocator:
         self.page_size = page_size
         self.layers = layers
         self._window = window
-        # One page more than the tokens fill, since neither end need fall on a page's border.
-        self._ring_size = ceil_div(window - 1 + max_batch_tokens, page_size) + 1
+        # The most pages that so many tokens in a row lie in: the first may be the last of its page.
+        num_tokens = window - 1 + max_batch_tokens
+        self._ring_size = ceil_div(num_tokens - 1, page_size) + 1
         self._store = BlockStore(pool, len(layers))
         self._num_owned = 0
 
