@@ -199,12 +199,17 @@ def test_with_one_block_to_spare_every_job_finishes(layout: list[int | None], nu
 
 def test_the_one_request_left_moves_only_to_pack_blocks_that_others_left_scattered() -> None:
     """Three sliding blocks or two full ones a chunk: leftovers of one type are no use to the other."""
-    cache = make_hybrid([4, 4, None, None, None], num_blocks=11)
+    cache = make_hybrid([4, 4, None, None, None], num_blocks=9)
     all_pages = cache.pool.num_usable * cache.pool.pages_per_chunk
     harness = Harness(cache, StepLimits(MAX_BATCH_TOKENS, 8, all_pages), num_host_pages=10_000)
-    most = cache.max_tokens_ever
-    harness.add(*(make_hybrid_request(cache, i, 2, max_tokens=most - 1 if i == 0 else 3) for i in range(8)))
-    finished = harness.run(max_steps=3 * most)
-    assert len(finished) == 8
-    assert finished[-1].request.num_tokens == most + 1
-    assert sum(f.request.recomputed_tokens for f in finished) == 0
+    long = make_hybrid_request(cache, 0, 2, max_tokens=cache.max_tokens_ever - 1)
+    harness.add(long, *(make_hybrid_request(cache, i, 2, max_tokens=3) for i in range(1, 8)))
+    packed = 0
+    while harness.scheduler.has_work:
+        plan = harness.step()
+        if plan.moves.num_offloads and plan.moves.num_restores:
+            assert [item.request for item in plan.items] == harness.scheduler.active == [long]
+            packed += 1
+    assert packed == 1
+    assert long.num_tokens == cache.max_tokens_ever + 1
+    assert long.recomputed_tokens == 0
