@@ -105,24 +105,24 @@ class Engine:
         with what it has, and looks again at the next step.
         """
         exhausted = False
-        while True:
-            outputs: list[RequestOutput] = []
-            while not exhausted and len(self._scheduler.waiting) < self._window:
-                prompt = next(prompts, _EXHAUSTED)
-                if prompt is None:
-                    break
-                if isinstance(prompt, _Exhausted):
-                    exhausted = True
-                elif (failed := self._submit(prompt)) is not None:
-                    outputs.append(failed)
-            if self._scheduler.has_work:
-                outputs.extend(self._step())
-            elif not exhausted:
-                time.sleep(IDLE_SLEEP_S)
-            if exhausted and not self._scheduler.has_work:
+        try:
+            while not exhausted or self._scheduler.has_work:
+                outputs: list[RequestOutput] = []
+                while not exhausted and len(self._scheduler.waiting) + len(outputs) < self._window:
+                    prompt = next(prompts, _EXHAUSTED)
+                    if prompt is None:
+                        break
+                    if isinstance(prompt, _Exhausted):
+                        exhausted = True
+                    elif (failed := self._submit(prompt)) is not None:
+                        outputs.append(failed)
+                if self._scheduler.has_work:
+                    outputs.extend(self._step())
+                elif not exhausted and not outputs:
+                    time.sleep(IDLE_SLEEP_S)
                 yield outputs
-                return
-            yield outputs
+        finally:
+            self._scheduler.abandon()  # what a caller that stops early leaves behind is no part of its next call
 
     def drop_waiting(self) -> list[int]:
         """Forget the requests that never ran, and return their ids."""

@@ -92,6 +92,15 @@ class Scheduler(ABC):
         self.waiting = deque(r for r in self.waiting if r.scheduled_at is not None)
         return dropped
 
+    def abandon(self) -> None:
+        """Forget all requests and free what they hold."""
+        for request in self.active:
+            self.cache.release(request)
+        for request in self.waiting:
+            self.offload.forget(request)
+        self.active = []
+        self.waiting.clear()
+
     def schedule(self, now: float) -> StepPlan:
         """Choose the next step; `now` in monotonic seconds. Empty only if there is no work."""
         plan = StepPlan()

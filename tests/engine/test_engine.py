@@ -224,6 +224,23 @@ def test_dropped_requests_are_those_that_never_ran(loaded: LoadedModel) -> None:
     assert len(dropped) >= 2
 
 
+def test_a_caller_that_stops_early_leaves_nothing_behind(loaded: LoadedModel) -> None:
+    engine = make_engine(loaded, max_requests_per_batch=3, num_blocks=24, page_size=8, cpu_offload_space=0.001)
+    outputs = engine.generate(Prompt(i, make_tokens(20 + i, seed=i), greedy(5 + 9 * i)) for i in range(9))
+    next(outputs)
+    outputs.close()
+    tokens = make_tokens(9)
+    assert [output.request_id for output in engine.generate([Prompt(50, tokens, greedy(2))])] == [50]
+    assert engine.stats.cache_usage == 0
+
+
+def test_prompts_that_are_all_refused_come_back_in_bounded_lists(loaded: LoadedModel) -> None:
+    engine = make_engine(loaded, max_requests_per_batch=4)
+    steps = list(engine.steps(Prompt(i, make_tokens(CONTEXT), greedy(1)) for i in range(100)))
+    assert sum(map(len, steps)) == 100
+    assert max(map(len, steps)) <= 8
+
+
 def test_no_prompts_give_no_results(loaded: LoadedModel) -> None:
     assert list(make_engine(loaded).generate([])) == []
 
