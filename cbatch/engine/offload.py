@@ -79,8 +79,6 @@ class OffloadManager:
         moves.back.host_pages += request.host_pages[skipped:]
         moves.num_restores += 1
         self.forget(request)
-        # What came back can be shared again; those that join in the same step read it after the copies.
-        self._cache.commit(request, 0)
 
     def forget(self, request: Request) -> None:
         """Give up the host pages of a `request`, if it has any."""
