@@ -42,11 +42,19 @@ class SamplingParams:
     """How one request is sampled and when it stops; every value decided."""
 
     max_tokens: int | None = None  # None: DEFAULT_MAX_TOKENS, cut to what context and cache leave
+    min_tokens: int = 0  # nothing but max_tokens ends the completion before these
     temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0  # in (0, 1]; 1 keeps all
     top_k: int = 0  # 0 keeps all
+    min_p: float = 0.0  # share of the likeliest token's probability that a token needs; 0 keeps all
+    repetition_penalty: float = 1.0  # divides the logits of tokens in prompt and output; 1 changes nothing
+    presence_penalty: float = 0.0  # taken from the logits of tokens in the output
+    frequency_penalty: float = 0.0  # taken once for every time that they are in it
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token, and what is added to its logit
     seed: int = 0  # together with the position decides the random stream
     stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
 

@@ -1,13 +1,13 @@
 """The exception tree, each class with the process's exit code. A leaf: imports nothing of cbatch.
 
-    CbatchError            1   the run failed
-    ├── UsageError         2   options, configuration or a model that cannot work
-    │   ├── UnsupportedModelError
-    │   └── DoesNotFitError    the memory asked for is not there
-    ├── InputError         1   the input cannot be read (further)
-    ├── OutputError        1   the output cannot be written
-    ├── EngineError        1   the engine failed in the middle of a run
-    └── RowError           -   one row's failure: recorded in its output row, never ends a run
+CbatchError            1   the run failed
+├── UsageError         2   options, configuration or a model that cannot work
+│   ├── UnsupportedModelError
+│   └── DoesNotFitError    the memory asked for is not there
+├── InputError         1   the input cannot be read (further)
+├── OutputError        1   the output cannot be written
+├── EngineError        1   the engine failed in the middle of a run
+└── RowError           -   one row's failure: recorded in its output row, never ends a run
 """
 
 from __future__ import annotations

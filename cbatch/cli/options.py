@@ -5,13 +5,12 @@ Used by `app` (the command's signature), `config_file` and the docs' generator. 
 
 from __future__ import annotations
 
+from cbatch.cli.sampling_options import SAMPLING_SETTINGS
 from cbatch.cli.setting import Bounds, ConsoleConfig, Setting
-from cbatch.config import EngineConfig, JobConfig, SamplingParams
-from cbatch.jobs.params import SEED_MAX
+from cbatch.config import EngineConfig, JobConfig
 
 MODEL = "Model"
 ENGINE = "Engine"
-SAMPLING = "Sampling: the defaults of rows that do not say otherwise"
 ROWS = "Rows"
 JOB = "Job"
 
@@ -139,68 +138,6 @@ ENGINE_SETTINGS = (
         help="Host memory for the cache of requests that are moved out when the device's is full, in GiB.",
         bounds=Bounds(0, TIB_GIB),
         metavar="GIB",
-    ),
-)
-
-SAMPLING_SETTINGS = (
-    Setting(
-        name="max_tokens",
-        target=SamplingParams,
-        panel=SAMPLING,
-        help="Most tokens of a completion.",
-        default="1024, cut to what the context leaves",
-        metavar="TOKENS",
-    ),
-    Setting(
-        name="temperature",
-        target=SamplingParams,
-        panel=SAMPLING,
-        help="Randomness; 0 takes the likeliest token every time.",
-        default="the model's, else 0",
-        metavar="NUMBER",
-    ),
-    Setting(
-        name="top_p",
-        target=SamplingParams,
-        panel=SAMPLING,
-        help="Sample from the likeliest tokens that together have this probability.",
-        default="the model's, else 1",
-        metavar="FRACTION",
-    ),
-    Setting(
-        name="top_k",
-        target=SamplingParams,
-        panel=SAMPLING,
-        help="Sample from this many of the likeliest tokens; 0 takes all.",
-        default="the model's, else 0",
-        metavar="N",
-    ),
-    Setting(
-        name="seed",
-        target=JobConfig,
-        panel=SAMPLING,
-        help="The job's seed; a row without a seed of its own gets one from this and its content.",
-        bounds=Bounds(0, SEED_MAX),
-        metavar="N",
-    ),
-    Setting(
-        name="stop",
-        target=SamplingParams,
-        panel=SAMPLING,
-        help="End a completion before this text; may be repeated.",
-        metavar="TEXT",
-    ),
-    Setting(
-        name="ignore_eos",
-        target=SamplingParams,
-        panel=SAMPLING,
-        help="Go on past the model's end-of-text token, to exactly max-tokens.",
-    ),
-    Setting(
-        name="generation_config",
-        target=JobConfig,
-        panel=SAMPLING,
-        help="Whether the model's own sampling defaults count.",
     ),
 )
 

@@ -57,7 +57,7 @@ def _command_line(given: dict[str, Any]) -> dict[str, Any]:
         if setting.name in values:
             other = "--" + word.replace("_", "-")
             raise UsageError(f"{setting.option} is given twice", hint=f"{other} is another word for it")
-        is_text = isinstance(value, str)
+        is_text = isinstance(value, str | list)
         values[setting.name] = setting.from_text(value) if is_text else setting.check(value, setting.option)
     return values
 

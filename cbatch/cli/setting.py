@@ -17,7 +17,7 @@ from cbatch.config import EngineConfig, JobConfig, SamplingParams
 from cbatch.errors import UsageError
 from cbatch.jobs.params import INT_MAX, PARAMS
 
-Kind = Literal["flag", "int", "float", "text", "choice", "texts"]
+Kind = Literal["flag", "int", "float", "text", "choice", "texts", "ints", "json"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,8 @@ class Setting:
         if self.choices:
             return "choice"
         if get_origin(hint) is tuple:
-            return "texts"
+            item = get_args(hint)[0]
+            return "texts" if item is str else "ints" if item is int else "json"
         kinds: dict[object, Kind] = {bool: "flag", int: "int", float: "float", str: "text"}
         return kinds[hint]
 
@@ -125,13 +126,15 @@ class Setting:
         }
         return words[self.kind]
 
-    def from_text(self, text: str) -> object:
-        """Convert one value given on the command line; UsageError where it is not what is expected."""
+    def from_text(self, text: str | list[str]) -> object:
+        """Convert what was given on the command line; UsageError where it is not what is expected."""
         value: object = text
         try:
-            if self.kind == "int":
+            if self.kind == "ints":
+                value = [int(item) for item in text]
+            elif self.kind == "int" and isinstance(text, str):
                 value = int(text)
-            elif self.kind == "float":
+            elif self.kind == "float" and isinstance(text, str):
                 value = float(text)
         except ValueError:
             raise self._refuse(self.option, text) from None

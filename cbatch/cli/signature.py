@@ -31,7 +31,7 @@ def keyword(name: str, annotation: Any, default: object = None) -> inspect.Param
 
 def _parameter(name: str, setting: Setting, *, hidden: bool) -> inspect.Parameter:
     option = "--" + name.replace("_", "-")
-    hints = {"flag": bool | None, "texts": list[str] | None}
+    hints = {"flag": bool | None, "texts": list[str] | None, "ints": list[str] | None}
     if setting.kind == "flag" and setting.target is not ConsoleConfig:
         option += f"/--no-{option[2:]}"
     info = typer.Option(

@@ -13,17 +13,17 @@ from typing import Protocol
 import torch
 from cbatch_kernels import dispatch
 
-from cbatch.config import DEFAULT_MAX_TOKENS, EngineConfig
+from cbatch.config import EngineConfig
 from cbatch.engine.cache.build import build_cache
 from cbatch.engine.cache.manager import CacheManager
+from cbatch.engine.intake import Intake
 from cbatch.engine.memory import free_memory, is_out_of_memory
 from cbatch.engine.output import failed_output, finished_output
 from cbatch.engine.plan import EnginePlan, check_config, plan_engine
-from cbatch.engine.request import Prompt, Request, RequestOutput
+from cbatch.engine.request import Prompt, RequestOutput
 from cbatch.engine.runner import ModelRunner
 from cbatch.engine.scheduler import SCHEDULERS, FinishedRequest, StepLimits, StepPlan
 from cbatch.engine.stats import EngineStats
-from cbatch.engine.stopping import StopCondition, StopStrings
 from cbatch.errors import EngineError, RowError
 from cbatch.models.inspect import inspect_model
 from cbatch.models.load import LoadedModel, load_model
@@ -54,7 +54,7 @@ class Engine:
         self.generation_defaults = loaded.generation_defaults
         self.load_s = 0.0
         self.stats = EngineStats()
-        self._eos_token_ids = loaded.eos_token_ids
+        self._intake = Intake(cache, plan.max_model_len, loaded.tokenizer, loaded.eos_token_ids)
         self._cache = cache
         self._runner = runner
         limits = StepLimits(
@@ -173,54 +173,12 @@ class Engine:
         return None
 
     def _submit(self, prompt: Prompt) -> RequestOutput | None:
-        """Queue a prompt, or answer at once where it can never fit."""
+        """Queue a prompt, or answer at once where it can never work."""
         try:
-            max_tokens = self._max_tokens(prompt)
+            self._scheduler.add(self._intake.request(prompt))
         except RowError as error:
             return failed_output(prompt, error)
-        params = prompt.sampling
-        stopping = StopCondition(
-            eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
-            strings=StopStrings(params.stop, self.tokenizer.decode) if params.stop else None,
-        )
-        self._scheduler.add(
-            Request(
-                prompt=prompt,
-                max_tokens=max_tokens,
-                created_at=time.perf_counter(),
-                stopping=stopping,
-                token_ids=list(prompt.token_ids),
-                tables=[[] for _ in self._cache.allocators],
-            )
-        )
         return None
-
-    def _max_tokens(self, prompt: Prompt) -> int:
-        """Decide how many tokens a prompt may get. Raises RowError where it, or what it asks for, can never fit."""
-        num_prompt, asked = len(prompt.token_ids), prompt.sampling.max_tokens
-        context = self.plan.max_model_len
-        if num_prompt >= context:
-            raise RowError(
-                "prompt_too_long",
-                f"the prompt has {num_prompt} tokens, and a context of {context} leaves no room for a completion; "
-                "see --on-overlong",
-            )
-        wanted = min(DEFAULT_MAX_TOKENS, context - num_prompt) if asked is None else asked
-        if num_prompt + wanted > context:
-            raise RowError(
-                "context_exceeded",
-                f"{num_prompt} prompt tokens and max_tokens {wanted} exceed the context of {context}; "
-                f"at most {context - num_prompt} are left",
-            )
-        # The last token is never read again, so its KV is never stored.
-        room = self._cache.max_tokens_ever + 1 - num_prompt
-        if wanted > room and (asked is not None or room < 1):
-            raise RowError(
-                "cache_exceeded",
-                f"{num_prompt} prompt tokens and max_tokens {wanted} can never fit in a KV cache of "
-                f"{self._cache.max_tokens_ever} tokens; raise num_blocks or lower max_tokens",
-            )
-        return min(wanted, room)
 
     def _count(self, plan: StepPlan, finished: Sequence[FinishedRequest], num_sampled: int) -> None:
         stats = self.stats

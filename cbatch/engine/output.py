@@ -40,6 +40,8 @@ def finished_output(finished: FinishedRequest, now: float) -> RequestOutput:
         finish_reason=outcome.finish_reason,
         stop_reason=outcome.stop_reason,
         text_length=outcome.text_length,
+        num_text_tokens=outcome.num_text_tokens,
+        text_suffix=outcome.text_suffix,
         metrics=metrics,
     )
 

@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
 from cbatch.config import SamplingParams
+from cbatch.engine.history import TokenHistory
 from cbatch.engine.stopping import StopCondition
 from cbatch.errors import RowError
 
@@ -55,9 +57,15 @@ class RequestOutput:
     token_ids: list[int]
     finish_reason: FinishReason
     stop_reason: str | int | None = None  # the stop string or token; None for EOS and length
-    text_length: int | None = None  # characters of the decoded text before the stop string; None: all
+    text_length: int | None = None  # characters of the decoded text that count; None: all
+    num_text_tokens: int | None = None  # tokens that make the text, an ending one left out; None: all
+    text_suffix: str = ""  # a special token that ended it, where it was to be included
     error: RowError | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    def text(self, decode: Callable[[list[int]], str]) -> str:
+        """Decode the completion's text, with the tokenizer's `decode`."""
+        return decode(self.token_ids[: self.num_text_tokens])[: self.text_length] + self.text_suffix
 
 
 class RequestStatus(Enum):
@@ -77,6 +85,7 @@ class Request:
     stopping: StopCondition
     token_ids: list[int]  # prompt and generated
     tables: list[list[int]]  # one block table per allocator
+    history: TokenHistory | None = None  # where penalties need it; written by the sampler
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, as far as needed
     host_pages: list[int] = field(default_factory=list)  # where its KV lies while it is moved out
     num_computed_tokens: int = 0  # tokens whose KV is in the cache, or on the host

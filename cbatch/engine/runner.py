@@ -46,6 +46,8 @@ class ModelRunner:
         self._types = [FULL_ATTENTION if w is None else f"{SLIDING_ATTENTION}, {w} tokens" for w in windows]
         type_of = {layer: i for i, allocator in enumerate(allocators) for layer in allocator.layers}
         self._layer_types = [self._types[type_of[layer]] for layer in range(shape.num_layers)]
+        # A model's head can have rows that no token stands for: they are never sampled.
+        self._num_tokens = max(loaded.tokenizer.num_tokens, max(loaded.eos_token_ids, default=-1) + 1)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[int | RowError]:
@@ -74,7 +76,7 @@ class ModelRunner:
             moves.back.clear()
 
     def _forward(self, inputs: StepInputs) -> Tensor:
-        """Return the logits [R, vocab] of the tokens that sample, and write the step's KV in place."""
+        """Return the logits [R, tokens] of the tokens that sample, and write the step's KV in place."""
         paged = PagedStep(
             key_pages=self._layer_keys,
             value_pages=self._layer_values,
@@ -91,7 +93,7 @@ class ModelRunner:
             logits_to_keep=wanted,
             paged=paged,
         )
-        logits: Tensor = output.logits[0]
+        logits: Tensor = output.logits[0, :, : self._num_tokens]
         return logits
 
 

@@ -1,7 +1,17 @@
 """Chooses the next tokens of all sampling requests of a step at once.
 
-A request's random stream depends on its seed and the position alone: one uniform number per token, made by hashing
-both, then inverted through the cumulative distribution. Batch, order and scheduling do not enter.
+From a row of logits to its token, in this order, each step only where the request asks for it:
+
+    1  repetition_penalty (tokens of prompt and output), then presence_penalty and frequency_penalty (of the output)
+    2  logit_bias
+    3  min_tokens: what would end the completion is forbidden
+    4  temperature 0: the likeliest token, and nothing more
+    5  logits / temperature → probabilities
+    6  top_k, then top_p of what that leaves; min_p of all; a token stays that passes all three
+    7  one uniform number, inverted through the cumulative distribution
+
+A request's random stream depends on its seed and the position alone: the number comes from hashing both. Batch, order
+and scheduling do not enter.
 """
 
 from __future__ import annotations
@@ -14,29 +24,44 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cbatch.engine.edits import LogitEdits, must_go_on
 from cbatch.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """How each of R rows of logits is sampled; host arrays [R]."""
+    """How those of R rows of logits are sampled that do not just take the likeliest token; host arrays [n]."""
 
+    rows: npt.NDArray[np.int64]  # which of the R
     temperature: npt.NDArray[np.float32]  # 0 is greedy
     top_p: npt.NDArray[np.float32]
     top_k: npt.NDArray[np.int64]  # 0 keeps all
+    min_p: npt.NDArray[np.float32]
     uniform: npt.NDArray[np.float64]  # in [0, 1)
+    edits: LogitEdits | None = None
 
     @classmethod
     def build(cls, requests: Sequence[Request]) -> SamplingBatch:
-        params = [request.prompt.sampling for request in requests]
+        """Collect what R requests ask for. Brings their histories up to date."""
+        rows = [row for row, request in enumerate(requests) if not _takes_likeliest(request)]
+        asking = [requests[row] for row in rows]
+        params = [request.prompt.sampling for request in asking]
         seeds = np.array([p.seed % 2**64 for p in params], dtype=np.uint64)
-        positions = np.array([request.num_tokens for request in requests], dtype=np.uint64)
+        positions = np.array([request.num_tokens for request in asking], dtype=np.uint64)
         return cls(
+            rows=np.array(rows, dtype=np.int64),
             temperature=np.array([p.temperature for p in params], dtype=np.float32),
             top_p=np.array([p.top_p for p in params], dtype=np.float32),
             top_k=np.array([p.top_k for p in params], dtype=np.int64),
+            min_p=np.array([p.min_p for p in params], dtype=np.float32),
             uniform=uniform_numbers(seeds, positions),
+            edits=LogitEdits.build(asking),
         )
+
+
+def _takes_likeliest(request: Request) -> bool:
+    params = request.prompt.sampling
+    return params.temperature == 0 and request.history is None and not params.logit_bias and not must_go_on(request)
 
 
 def uniform_numbers(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
@@ -53,20 +78,35 @@ def _split_mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Choose a token per row of `logits` [R, vocab] → int64 [R]."""
+    """Choose a token per row of `logits` [R, vocab], which stay as they are → int64 [R]."""
     tokens = logits.argmax(dim=-1)
-    rows = np.flatnonzero(batch.temperature > 0)
-    if len(rows):
-        index = torch.from_numpy(rows).to(logits.device)
-        tokens[index] = _sample_rows(logits[index].float(), batch, rows)
+    if len(batch.rows):
+        index = torch.from_numpy(batch.rows).to(logits.device)
+        # Indexing copies, and so does float where it converts: what follows may write.
+        tokens[index] = _choose(logits[index].float(), batch)
     return tokens
 
 
-def _sample_rows(logits: Tensor, batch: SamplingBatch, rows: npt.NDArray[np.int64]) -> Tensor:
-    """Draw from the truncated distributions of `rows`: logits float32 [n, vocab] → int64 [n]."""
+def _choose(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Choose a token per row of the batch: logits float32 [n, vocab], changed in place → int64 [n]."""
+    if batch.edits is not None:
+        batch.edits.apply(logits)
+    drawn = np.flatnonzero(batch.temperature > 0)
+    if len(drawn) == len(batch.rows):
+        return _draw(logits, batch, drawn)
+    tokens = logits.argmax(dim=-1)
+    if len(drawn):
+        index = torch.from_numpy(drawn).to(logits.device)
+        tokens[index] = _draw(logits[index], batch, drawn)
+    return tokens
+
+
+def _draw(logits: Tensor, batch: SamplingBatch, rows: npt.NDArray[np.int64]) -> Tensor:
+    """Draw from the truncated distributions of the batch's `rows`: logits float32 [m, vocab] → int64 [m]."""
     device, vocab = logits.device, logits.shape[-1]
-    logits = logits / torch.from_numpy(batch.temperature[rows]).to(device)[:, None]
-    probs = torch.softmax(logits.double(), dim=-1)
+    temperature = torch.from_numpy(batch.temperature[rows]).to(device)[:, None]
+    # Below the best one, so that the lowest temperature leaves that finite.
+    probs = torch.softmax((logits - logits.amax(dim=-1, keepdim=True)).double() / temperature, dim=-1)
     top_k = np.where(batch.top_k[rows] > 0, np.minimum(batch.top_k[rows], vocab), vocab)
     truncated = np.flatnonzero((top_k < vocab) | (batch.top_p[rows] < 1))
     if len(truncated):
@@ -74,6 +114,9 @@ def _sample_rows(logits: Tensor, batch: SamplingBatch, rows: npt.NDArray[np.int6
         least = _least_kept(probs[index], top_k[truncated], batch.top_p[rows][truncated])
         # By value, in the vocabulary's order: how equals are sorted, and for how many rows, does not enter.
         probs[index] = probs[index].masked_fill(probs[index] < least, 0.0)
+    if (batch.min_p[rows] > 0).any():
+        share = torch.from_numpy(batch.min_p[rows].astype(np.float64)).to(device)[:, None]
+        probs = probs.masked_fill_(probs < share * probs.amax(dim=-1, keepdim=True), 0.0)
     cumulative = probs.cumsum(dim=-1)
     target = torch.from_numpy(batch.uniform[rows]).to(device)[:, None] * cumulative[:, -1:]
     # From the right, so that a token of probability 0 is never chosen.

@@ -16,6 +16,8 @@ from cbatch.jobs.setup import JobSetup
 from cbatch.jobs.shards import Part, mark_success
 from cbatch.jobs.totals import Targets, Totals
 
+FACTS = ("settings", "generation_config", "versions", "host", "slurm")  # what a session wrote down, as it is reported
+
 
 @dataclass(frozen=True, slots=True)
 class SessionFigures:
@@ -84,7 +86,7 @@ def _report(setup: JobSetup, totals: Totals, session: SessionFigures, part: Part
             "output_tokens": totals.output_tokens_of[session.number],
             "generate_s": session.stats.generate_s,
         },
-        **{name: session.facts.get(name, {}) for name in ("settings", "versions", "host", "slurm")},
+        **{name: session.facts.get(name, {}) for name in FACTS},
     }
     if part is not None:
         report["shard"] = part.as_dict()

@@ -8,6 +8,7 @@ Leaves out what the engine does with them.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ INT_MAX = 2**31 - 1
 SEED_MAX = 2**63 - 1
 EXACT_FLOAT_MAX = 2**53  # beyond it a float no longer says which whole number was meant
 MAX_TEMPERATURE = 100.0
+MAX_REPETITION = 100.0
+MAX_PENALTY = 2.0  # as in OpenAI's interface, and so is the next
+MAX_BIAS = 100.0
 
 BAD_PARAMETER = "bad_parameter"
 UNKNOWN_PARAMETER = "unknown_parameter"
@@ -67,6 +71,25 @@ def parse_stop(value: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(strings))
 
 
+def parse_token_ids(value: object) -> tuple[int, ...]:
+    """Take one token id or a list of them; whether the model has them is the engine's to say."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return tuple(dict.fromkeys(parse_int(0, INT_MAX, item) for item in items))
+
+
+def parse_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    """Take an object of token ids, as JSON spells its keys, and numbers, or its JSON text; null is no number."""
+    table = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(table, dict):
+        raise TypeError
+    bias = {
+        parse_int(0, INT_MAX, int(token_id)): parse_float(lambda number: abs(number) <= MAX_BIAS, number)
+        for token_id, number in table.items()
+        if number is not None
+    }
+    return tuple(sorted(bias.items()))
+
+
 def parse_top_k(value: object) -> int:
     """Take a whole number; -1, which other engines use for "all", is 0 here."""
     return max(0, parse_int(-1, INT_MAX, value))
@@ -81,8 +104,14 @@ class Param:
     parse: Callable[[Any], object]
 
 
+def _penalty(name: str) -> Param:
+    allowed = f"a number from {-MAX_PENALTY:g} to {MAX_PENALTY:g}"
+    return Param(name, allowed, partial(parse_float, lambda value: abs(value) <= MAX_PENALTY))
+
+
 PARAMS = (
     Param("max_tokens", "a whole number of at least 1", partial(parse_int, 1, INT_MAX)),
+    Param("min_tokens", "a whole number of at least 0", partial(parse_int, 0, INT_MAX)),
     Param(
         "temperature",
         f"a number from 0 (greedy) to {MAX_TEMPERATURE:g}",
@@ -90,22 +119,29 @@ PARAMS = (
     ),
     Param("top_p", "a number above 0 and at most 1", partial(parse_float, lambda value: 0 < value <= 1)),
     Param("top_k", "a whole number of at least 0 (0 keeps all)", parse_top_k),
+    Param("min_p", "a number from 0 (keeps all) to 1", partial(parse_float, lambda value: 0 <= value <= 1)),
+    Param(
+        "repetition_penalty",
+        f"a number above 0 and at most {MAX_REPETITION:g} (1 changes nothing)",
+        partial(parse_float, lambda value: 0 < value <= MAX_REPETITION),
+    ),
+    _penalty("presence_penalty"),
+    _penalty("frequency_penalty"),
+    Param(
+        "logit_bias",
+        f'an object of token ids and numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}, such as {{"50256": -100}}',
+        parse_logit_bias,
+    ),
     Param("seed", "a whole number from 0 to 2^63 - 1", partial(parse_int, 0, SEED_MAX)),
     Param("stop", "a string or a list of strings, none of them empty", parse_stop),
+    Param("include_stop_str_in_output", "true or false", parse_bool),
+    Param("stop_token_ids", "a token id or a list of token ids", parse_token_ids),
     Param("ignore_eos", "true or false", parse_bool),
 )
 
 # Parameters that this version does not have, each with the values that change nothing and therefore pass.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "min_tokens": (0,),
-    "min_p": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "logit_bias": ({},),
     "n": (1,),
-    "include_stop_str_in_output": (False,),
-    "stop_token_ids": ([],),
     "logprobs": (False,),
     "prompt_logprobs": (False,),
     "json_schema": (),
@@ -123,6 +159,7 @@ class ParamReader:
         self._params = {param.name: param for param in PARAMS}
         try:
             self._defaults = self._parse(command_line.items())
+            _check_together(self._defaults)
         except RowError as error:
             raise UsageError(error.message) from None
         self._row_params = row_params
@@ -135,6 +172,7 @@ class ParamReader:
             return self._defaults
         own = self._parse((name, value) for name, value in columns.items() if self._is_param(name, value))
         given = {**self._defaults, **own}
+        _check_together(given)
         return {name: given[name] for name in self._params if name in given}
 
     def meaning_of(self, name: str) -> str | None:
@@ -169,6 +207,13 @@ def parse_param(param: Param, value: object) -> object:
         return param.parse(value)
     except (TypeError, ValueError):
         raise RowError(BAD_PARAMETER, f"{param.name} must be {param.allowed}: it is {_show(value)}") from None
+
+
+def _check_together(given: Mapping[str, Any]) -> None:
+    """Refuse values that are right each by itself."""
+    least, most = given.get("min_tokens", 0), given.get("max_tokens")
+    if most is not None and least > most:
+        raise RowError(BAD_PARAMETER, f"min_tokens is {least}, and max_tokens only {most}")
 
 
 def _check_neutral(name: str, value: object) -> None:

@@ -57,7 +57,7 @@ def finished_entry(
     if output.error is not None:
         result["error"] = RowError(output.error.code, f"{row.row.location}: {output.error.message}").as_dict()
     else:
-        result["completion"] = decoder.decode(output.token_ids)[: output.text_length]
+        result["completion"] = output.text(decoder.decode)
         result["stop_reason"] = output.stop_reason
         result["completion_tokens"] = len(output.token_ids)
         if session.return_token_ids:

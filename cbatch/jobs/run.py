@@ -198,12 +198,13 @@ class _JobRun:
             self._row_count.start()
             self._progress.say(f"loading {self._setup.engine.model}")
             engine = self._engine = self._load_engine(self._setup.engine)
-        self._describe(engine)
-        defaults = engine.generation_defaults if self._job.generation_config == "auto" else {}
+        taken = engine.generation_defaults if self._job.generation_config == "auto" else {}
+        defaults = check_model_defaults(taken)
+        self._describe(engine, defaults)
         feeder = Feeder(
             chain([first], rows),
             PromptEncoder(engine.tokenizer, engine.plan.max_model_len, self._job.on_overlong),
-            check_model_defaults(defaults),
+            defaults,
             self._job.seed,
             max_ahead=AHEAD * engine.plan.max_requests_per_batch,
             fail=self._fail,
@@ -243,10 +244,11 @@ class _JobRun:
         assert row.claim.offset is not None
         self._writer.replay(row.index, row.claim.offset, ok=row.claim.ok)
 
-    def _describe(self, engine: BatchEngine) -> None:
+    def _describe(self, engine: BatchEngine, defaults: dict[str, object]) -> None:
         """Say what was decided, and keep it in the journal for whoever finishes the job."""
         settings = engine.plan.settings()
         self._facts = {"load_s": engine.load_s, "settings": settings, "pid": os.getpid(), **reporting.environment()}
+        self._facts["generation_config"] = defaults
         self._writer.note(self._checkpoint.session.number, self._facts)
         if self._verbose:
             for name, setting in settings.items():
@@ -254,6 +256,9 @@ class _JobRun:
         else:
             words = ", ".join(f"{name} {setting['value']}" for name, setting in settings.items())
             self._progress.say(f"loaded in {engine.load_s:.1f} s: {words}")
+        if defaults:
+            words = ", ".join(f"{name} {value}" for name, value in defaults.items())
+            self._progress.say(f"from the model's generation config, where neither row nor option says: {words}")
 
     def _finish(self, reader: JobReader, surveyed: Survey | None, *, openai: bool) -> JobSummary:
         """Put the output and its report together."""

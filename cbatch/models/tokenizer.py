@@ -49,13 +49,15 @@ class Tokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._encode_plainly, self._decode = _backend(tokenizer)
-        self._num_tokens = len(tokenizer)
+        self.num_tokens = max(tokenizer.get_vocab().values()) + 1  # ids, holes included
+        added = tokenizer.added_tokens_decoder.items()
+        self._special_ids = {token.content: token_id for token_id, token in added if token.special}
         self._bos: int | None = tokenizer.bos_token_id
         self._eos: int | None = tokenizer.eos_token_id
         self._prefix, self._suffix = self._special_tokens_around()
         tokenizer.chat_template = _stop_clock(tokenizer.chat_template, now or datetime.now())
         self._template_parameters = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
-        self.vocab_size = vocab_size or self._num_tokens
+        self.vocab_size = vocab_size or self.num_tokens
 
     @property
     def has_chat_template(self) -> bool:
@@ -97,7 +99,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode to text; special tokens and ids beyond the tokenizer's vocabulary give nothing."""
-        return self._decode([token for token in ids if token < self._num_tokens])
+        return self._decode([token for token in ids if token < self.num_tokens])
+
+    def special_token_id(self, text: str) -> int | None:
+        """Return the special token that is written so; None where it is none, and decoding would show it."""
+        return self._special_ids.get(text)
 
     def _render(
         self,
@@ -123,7 +129,7 @@ class Tokenizer:
 
     def _check_vocabulary(self, ids: list[int]) -> list[int]:
         """Refuse ids that the model has no embedding for, as a tokenizer with tokens of its own may give."""
-        if self._num_tokens > self.vocab_size and max(ids, default=0) >= self.vocab_size:
+        if self.num_tokens > self.vocab_size and max(ids, default=0) >= self.vocab_size:
             raise RowError(
                 UNKNOWN_TOKEN,
                 f"the tokenizer gives token {max(ids)}, and the model's vocabulary is 0 to {self.vocab_size - 1}: "

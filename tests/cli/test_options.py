@@ -48,6 +48,8 @@ def sample(setting: Setting) -> tuple[str, str, object]:
         "float": ("0.5", "0.5", 0.5),
         "text": ("word", '"word"', "word"),
         "texts": ("word", '["word"]', ("word",)),
+        "ints": ("7", "[7]", (7,)),
+        "json": ('{"7": 2}', "{7 = 2}", ((7, 2.0),)),
     }
     return samples[setting.kind]
 

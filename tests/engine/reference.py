@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 NEAR_TIE = 1e-4  # logits closer than this are the same to float32 arithmetic in another order
 
@@ -20,9 +21,15 @@ class Reference:
     margins: list[float]
 
 
-def generate_references(model_folder: Path, prompts: Sequence[list[int]], max_tokens: Sequence[int]) -> list[Reference]:
-    """Generate each prompt by itself, EOS ignored, exactly `max_tokens` tokens."""
+def generate_references(
+    model_folder: Path, prompts: Sequence[list[int]], max_tokens: Sequence[int], **parameters: Any
+) -> list[Reference]:
+    """Generate each prompt by itself, EOS ignored, exactly `max_tokens` tokens, none that the tokenizer lacks.
+
+    `parameters` go to `generate`.
+    """
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="eager").eval()
+    beyond = list(range(len(AutoTokenizer.from_pretrained(model_folder)), model.config.vocab_size))
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     references = []
@@ -32,10 +39,12 @@ def generate_references(model_folder: Path, prompts: Sequence[list[int]], max_to
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             do_sample=False,
             max_new_tokens=length,
-            output_logits=True,
+            suppress_tokens=beyond or None,
+            output_scores=True,
             return_dict_in_generate=True,
+            **parameters,
         )
-        best = [logits[0].topk(2).values for logits in output.logits]
+        best = [scores[0].topk(2).values for scores in output.scores]
         references.append(Reference(output.sequences[0, len(prompt) :].tolist(), [float(b[0] - b[1]) for b in best]))
     return references
 

@@ -123,7 +123,7 @@ def test_eos_ends_a_request_and_counts_as_a_token(loaded: LoadedModel) -> None:
     (free,) = run(make_engine(loaded), Prompt(0, tokens, greedy(30)))
     ending = free.token_ids[5]
     engine = make_engine(loaded)
-    engine._eos_token_ids = frozenset({EOS_ID, ending})
+    engine._intake.eos_token_ids = frozenset({EOS_ID, ending})
     stopped, ignored = run(engine, Prompt(0, tokens, SamplingParams(max_tokens=30)), Prompt(1, tokens, greedy(30)))
     assert stopped.token_ids == free.token_ids[: free.token_ids.index(ending) + 1]
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", None)

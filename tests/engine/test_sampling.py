@@ -3,34 +3,55 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from cbatch.config import SamplingParams
+from cbatch.engine.history import TokenHistory
 from cbatch.engine.request import Prompt, Request
 from cbatch.engine.sampling import SamplingBatch, sample, uniform_numbers
 from cbatch.engine.stopping import StopCondition
 
 VOCAB = 12
 DRAWS = 20_000
+ENDING = 11
 
 
-def make_request(params: SamplingParams, num_tokens: int = 4) -> Request:
-    tokens = list(range(num_tokens))
+def make_request(params: SamplingParams, num_tokens: int = 4, output: Sequence[int] = ()) -> Request:
+    prompt = list(range(num_tokens))
+    penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
     return Request(
-        prompt=Prompt(0, tokens, params),
+        prompt=Prompt(0, prompt, params),
         max_tokens=1,
         created_at=0.0,
-        stopping=StopCondition(frozenset(), None),
-        token_ids=list(tokens),
+        stopping=StopCondition(frozenset({ENDING}), None),
+        token_ids=[*prompt, *output],
         tables=[],
+        history=TokenHistory(prompt, counts_prompt=params.repetition_penalty != 1) if penalised else None,
     )
 
 
-def plain_distribution(logits: list[float], params: SamplingParams) -> list[float]:
-    """Temperature, then top-k, then top-p on what is left: spelled out, one token at a time."""
+def plain_distribution(
+    logits: list[float], params: SamplingParams, prompt: Sequence[int] = (), output: Sequence[int] = ()
+) -> list[float]:
+    """Everything in the order that is documented, spelled out, one token at a time."""
+    logits = list(logits)
+    for token in range(len(logits)):
+        if token in prompt or token in output:
+            logits[token] *= params.repetition_penalty if logits[token] < 0 else 1 / params.repetition_penalty
+        count = list(output).count(token)
+        logits[token] -= params.frequency_penalty * count + (params.presence_penalty if count else 0)
+        logits[token] += dict(params.logit_bias).get(token, 0)
+        if token == ENDING and len(output) < params.min_tokens:
+            logits[token] = -math.inf
+    if params.temperature == 0:
+        return [float(token == logits.index(max(logits))) for token in range(len(logits))]
     weights = [math.exp(x / params.temperature) for x in logits]
     ranked = sorted(range(len(logits)), key=lambda i: -weights[i])
     if params.top_k:
@@ -42,6 +63,7 @@ def plain_distribution(logits: list[float], params: SamplingParams) -> list[floa
         mass += weights[i] / total
         if mass >= params.top_p:
             break
+    kept = [i for i in kept if weights[i] >= params.min_p * max(weights)]
     total = sum(weights[i] for i in kept)
     return [weights[i] / total if i in kept else 0.0 for i in range(len(logits))]
 
@@ -54,19 +76,24 @@ def plain_distribution(logits: list[float], params: SamplingParams) -> list[floa
         SamplingParams(temperature=1.5, top_k=4),
         SamplingParams(temperature=1.0, top_p=0.7),
         SamplingParams(temperature=1.3, top_p=0.8, top_k=6),
+        SamplingParams(temperature=1.5, min_p=0.2),
+        SamplingParams(temperature=2.0, min_p=0.1, top_p=0.9, top_k=8),
+        SamplingParams(temperature=1.0, repetition_penalty=1.8),
+        SamplingParams(temperature=1.0, repetition_penalty=0.5, presence_penalty=-1.0),
+        SamplingParams(temperature=1.0, frequency_penalty=0.7, presence_penalty=0.4),
+        SamplingParams(temperature=1.0, logit_bias=((2, 3.0), (9, -100.0))),
+        SamplingParams(temperature=1.0, min_tokens=6, logit_bias=((ENDING, 50.0),)),
+        SamplingParams(temperature=1.0, min_tokens=5, logit_bias=((ENDING, 2.0),)),
     ],
 )
 def test_draws_follow_the_distribution(params: SamplingParams) -> None:
     torch.manual_seed(3)
     logits = torch.randn(VOCAB) * 1.5
-    expected = np.array(plain_distribution(logits.tolist(), params)) * DRAWS
-    batch = SamplingBatch(
-        temperature=np.full(DRAWS, params.temperature, dtype=np.float32),
-        top_p=np.full(DRAWS, params.top_p, dtype=np.float32),
-        top_k=np.full(DRAWS, params.top_k, dtype=np.int64),
-        uniform=uniform_numbers(np.arange(DRAWS, dtype=np.uint64), np.full(DRAWS, 9, dtype=np.uint64)),
-    )
-    counts = np.bincount(sample(logits.expand(DRAWS, -1), batch).numpy(), minlength=VOCAB)
+    output = [5, 6, 5, 7, 5]
+    expected = np.array(plain_distribution(logits.tolist(), params, range(4), output)) * DRAWS
+    requests = [make_request(replace(params, seed=seed), output=output) for seed in range(DRAWS)]
+    tokens = sample(logits.expand(DRAWS, -1), SamplingBatch.build(requests))
+    counts = np.bincount(tokens.numpy(), minlength=VOCAB)
     assert counts[expected == 0].sum() == 0, "a token that was cut off was drawn"
     cells = expected > 0
     chi_square = float(((counts[cells] - expected[cells]) ** 2 / expected[cells]).sum())
@@ -128,7 +155,92 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits = torch.full((1, 4), float("-inf"))
     logits[0, 2] = 0.0
     for uniform in (0.0, 0.5, 1.0 - 2.0**-53):
-        batch = SamplingBatch(
-            np.ones(1, np.float32), np.ones(1, np.float32), np.zeros(1, np.int64), np.array([uniform])
+        batch = replace(
+            SamplingBatch.build([make_request(SamplingParams(temperature=1.0))]), uniform=np.array([uniform])
         )
         assert sample(logits, batch).tolist() == [2]
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-300])
+def test_the_lowest_temperatures_are_greedy(temperature: float) -> None:
+    logits = torch.tensor([[1.0, 30.0, 29.0, -5.0]])
+    batch = SamplingBatch.build([make_request(SamplingParams(temperature=temperature, seed=3))])
+    assert sample(logits, batch).tolist() == [1]
+
+
+# Penalties, biases, tokens that are not allowed yet
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    """Each parameter at its neutral value about half of the time."""
+    return SamplingParams(
+        temperature=rng.choice([0.0, 0.0, 0.7, 1.5]),
+        top_k=rng.choice([0, 3]),
+        top_p=rng.choice([1.0, 0.8]),
+        min_p=rng.choice([0.0, 0.05]),
+        repetition_penalty=rng.choice([1.0, 1.0, 2.0, 0.7]),
+        presence_penalty=rng.choice([0.0, 0.0, 1.0, -2.0]),
+        frequency_penalty=rng.choice([0.0, 0.0, 1.05, -0.5]),
+        logit_bias=rng.choice([(), (), ((1, 2.5), (4, -100.0))]),
+        min_tokens=rng.choice([0, 3, 50]),
+        seed=rng.randrange(2**63),
+    )
+
+
+def test_greedy_rows_follow_the_plain_rules_and_never_their_neighbours() -> None:
+    rng = random.Random(11)
+    for _ in range(60):
+        size = rng.randrange(1, 9)
+        logits = torch.tensor([[rng.gauss(0, 2) for _ in range(VOCAB)] for _ in range(size)])
+        params = [random_params(rng) for _ in range(size)]
+        outputs = [[rng.randrange(VOCAB) for _ in range(rng.randrange(6))] for _ in range(size)]
+
+        def build(rows: Sequence[int], params: list[SamplingParams], outputs: list[list[int]]) -> SamplingBatch:
+            return SamplingBatch.build([make_request(params[row], output=outputs[row]) for row in rows])
+
+        order = rng.sample(range(size), size)
+        together = sample(logits[order], build(order, params, outputs)).tolist()
+        for place, row in enumerate(order):
+            alone = int(sample(logits[row : row + 1], build([row], params, outputs)))
+            assert together[place] == alone
+            likely = plain_distribution(logits[row].tolist(), params[row], range(4), outputs[row])
+            assert likely[alone] > 0
+            if params[row].temperature == 0:
+                assert likely[alone] == 1
+
+
+def test_a_repetition_penalty_is_that_of_transformers() -> None:
+    torch.manual_seed(4)
+    logits = torch.randn(1, 50) * 3
+    request = make_request(SamplingParams(repetition_penalty=1.7, temperature=0.0), output=[30, 31, 30])
+    batch = SamplingBatch.build([request])
+    assert batch.edits is not None
+    ours = logits.clone()
+    batch.edits.apply(ours)
+    theirs = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([request.token_ids]), logits.clone())
+    assert torch.equal(ours, theirs)
+
+
+def test_histories_are_the_same_token_by_token_and_all_at_once() -> None:
+    rng = random.Random(2)
+    tokens = [rng.randrange(9) for _ in range(40)]
+    growing, late = (TokenHistory(tokens[:10], counts_prompt=True) for _ in range(2))
+    for end in range(10, 41):
+        growing.catch_up(tokens[:end])
+    late.catch_up(tokens)
+    for history in (growing, late):
+        counted = dict(zip(history.token_ids, history.num_generated, strict=True))
+        assert counted == {token: tokens[10:].count(token) for token in set(tokens)}
+
+
+def test_logits_stay_as_they_are_and_plain_greedy_rows_cost_nothing() -> None:
+    torch.manual_seed(5)
+    logits = torch.randn(3, VOCAB)
+    before = logits.clone()
+    biased = SamplingParams(temperature=1.0, repetition_penalty=1.2, logit_bias=((3, 5.0),), min_tokens=9)
+    sample(logits, SamplingBatch.build([make_request(biased), make_request(SamplingParams()), make_request(biased)]))
+    assert torch.equal(logits, before)
+    ended = make_request(SamplingParams(min_tokens=2, stop=("x",)), output=[1, 2])
+    plain = SamplingBatch.build([make_request(SamplingParams()), ended])
+    assert len(plain.rows) == 0
+    assert plain.edits is None

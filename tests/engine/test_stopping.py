@@ -66,22 +66,30 @@ class SentencePieceVocabulary:
         return self.pieces.index(f"<0x{byte:02X}>")
 
 
-def first_stop(stop: tuple[str, ...], decode: Decode, ids: Sequence[int]) -> tuple[int, Stop] | None:
-    """The number of tokens after which the text so far holds a stop string, and the first one that it holds."""
-    for count in range(1, len(ids) + 1):
-        text = decode(ids[:count])
-        settled = text.rstrip(REPLACEMENT)  # the rest may be a character in the making
-        found = [(at, s) for s in stop if (at := settled.find(s)) >= 0]
+def first_stop(
+    stop: tuple[str, ...], decode: Decode, ids: Sequence[int], min_tokens: int = 0, *, include: bool = False
+) -> tuple[int, Stop] | None:
+    """The number of tokens after which the text so far holds a stop string, and the first one that it holds.
+
+    Those that end in the text of the first `min_tokens` tokens are none.
+    """
+    for count in range(min_tokens + 1, len(ids) + 1):
+        settled = decode(ids[:count]).rstrip(REPLACEMENT)  # the rest may be a character in the making
+        ignored = max(len(decode(ids[:end]).rstrip(REPLACEMENT)) for end in range(min_tokens + 1))
+        places = [(at, s) for at in range(len(settled)) for s in stop if settled.startswith(s, at)]
+        found = [(at, s) for at, s in places if at + len(s) > ignored]
         if found:
             at, s = min(found)
-            return count, Stop("stop", stop_reason=s, text_length=at)
+            return count, Stop("stop", stop_reason=s, text_length=at + len(s) if include else at)
     return None
 
 
-def fed(stop: tuple[str, ...], decode: Decode, ids: Sequence[int]) -> tuple[int, Stop] | None:
-    strings = StopStrings(stop, decode)
+def fed(
+    stop: tuple[str, ...], decode: Decode, ids: Sequence[int], min_tokens: int = 0, *, include: bool = False
+) -> tuple[int, Stop] | None:
+    strings = StopStrings(stop, decode, include=include)
     for count, token in enumerate(ids, start=1):
-        if (result := strings.feed(token)) is not None:
+        if (result := strings.feed(token, counts=count > min_tokens)) is not None:
             return count, result
     return None
 
@@ -122,6 +130,21 @@ def test_a_stop_is_found_as_soon_and_where_the_whole_text_holds_it(vocabulary: V
         assert fed(stop, vocabulary.decode, ids) == expected, (stop, [vocabulary.pieces[i] for i in ids])
         hits += expected is not None
     assert 200 < hits < 700
+
+
+@pytest.mark.parametrize("vocabulary", [BYTES, WORDS], ids=["bytes", "sentencepiece"])
+def test_a_stop_counts_only_after_min_tokens_and_is_kept_where_asked(vocabulary: Vocabulary) -> None:
+    rng = random.Random(6)
+    later = 0
+    for _ in range(500):
+        ids = random_ids(rng, vocabulary)
+        stop = tuple("".join(rng.choices(ALPHABET, k=rng.randint(1, 3))) for _ in range(rng.randint(1, 3)))
+        min_tokens, include = rng.randrange(12), rng.random() < 0.5
+        expected = first_stop(stop, vocabulary.decode, ids, min_tokens, include=include)
+        assert fed(stop, vocabulary.decode, ids, min_tokens, include=include) == expected
+        at_once = first_stop(stop, vocabulary.decode, ids, include=include)
+        later += at_once is not None and at_once[0] <= min_tokens
+    assert later > 100
 
 
 @pytest.mark.parametrize(
@@ -173,8 +196,8 @@ def test_a_token_costs_a_few_tokens_of_decoding_however_long_the_text(repeated: 
 def test_every_eos_token_ends_a_completion_and_none_where_eos_is_ignored() -> None:
     condition = StopCondition(frozenset({1, 7}), strings=None)
     assert condition.check(5, num_generated=1, max_tokens=3) is None
-    assert condition.check(7, num_generated=2, max_tokens=3) == Stop("stop")
-    assert condition.check(1, num_generated=3, max_tokens=3) == Stop("stop")
+    assert condition.check(7, num_generated=2, max_tokens=3) == Stop("stop", num_text_tokens=1)
+    assert condition.check(1, num_generated=3, max_tokens=3) == Stop("stop", num_text_tokens=2)
     ignoring = StopCondition(frozenset(), strings=None)
     assert [ignoring.check(token, n, 3) for n, token in enumerate([1, 7, 1], start=1)] == [None, None, Stop("length")]
 
@@ -191,3 +214,28 @@ def test_a_stop_string_that_the_last_allowed_token_completes_is_a_stop() -> None
     condition = StopCondition(frozenset(), StopStrings(("END",), vocabulary.decode))
     assert condition.check(0, 1, max_tokens=2) is None
     assert condition.check(1, 2, max_tokens=2) == Stop("stop", "END", 0)
+
+
+# Stop tokens
+
+
+@pytest.mark.parametrize(
+    ("include", "token", "stop"),
+    [
+        (False, 5, Stop("stop", 5, num_text_tokens=2)),
+        (True, 5, Stop("stop", 5)),
+        (False, 6, Stop("stop", "<|end|>", num_text_tokens=2)),
+        (True, 6, Stop("stop", "<|end|>", num_text_tokens=2, text_suffix="<|end|>")),
+        (True, 1, Stop("stop", num_text_tokens=2)),
+    ],
+)
+def test_a_stop_token_is_named_and_its_text_is_left_out_unless_asked_for(include: bool, token: int, stop: Stop) -> None:
+    condition = StopCondition(frozenset({1}), None, stop_tokens={5: 5, 6: "<|end|>"}, include=include)
+    assert condition.check(4, 1, max_tokens=9) is None
+    assert condition.check(token, 3, max_tokens=3) == stop
+    assert condition.ending_token_ids == {1, 5, 6}
+
+
+def test_a_stop_token_that_is_an_eos_is_named_since_it_was_asked_for() -> None:
+    condition = StopCondition(frozenset({1}), None, stop_tokens={1: 1})
+    assert condition.check(1, 2, max_tokens=9) == Stop("stop", 1, num_text_tokens=1)

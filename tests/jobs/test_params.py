@@ -39,6 +39,20 @@ def refused(column: str, value: object) -> RowError:
         ("stop", ["b", "a", "b"], ("b", "a")),
         ("stop", [], ()),
         ("ignore_eos", True, True),
+        ("min_tokens", 0, 0),
+        ("min_tokens", 3.0, 3),
+        ("min_p", 0, 0.0),
+        ("min_p", 1, 1.0),
+        ("repetition_penalty", 1.05, 1.05),
+        ("presence_penalty", -2, -2.0),
+        ("frequency_penalty", 2, 2.0),
+        ("logit_bias", {}, ()),
+        ("logit_bias", {"50256": -100, "7": 0.5, "8": None}, ((7, 0.5), (50256, -100.0))),
+        ("logit_bias", '{"7": 1}', ((7, 1.0),)),
+        ("include_stop_str_in_output", True, True),
+        ("stop_token_ids", 5, (5,)),
+        ("stop_token_ids", [7, 5.0, 7], (7, 5)),
+        ("stop_token_ids", [], ()),
     ],
 )
 def test_right_values_are_taken_as_they_are_meant(name: str, value: object, parsed: object) -> None:
@@ -83,6 +97,24 @@ def test_right_values_are_taken_as_they_are_meant(name: str, value: object, pars
         ("stop", "\udc00"),
         ("ignore_eos", 1),
         ("ignore_eos", "true"),
+        ("min_tokens", -1),
+        ("min_p", 1.1),
+        ("min_p", -0.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", "1.1"),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -3),
+        ("logit_bias", {"7": 101}),
+        ("logit_bias", {"-7": 1}),
+        ("logit_bias", {"seven": 1}),
+        ("logit_bias", {"7": True}),
+        ("logit_bias", "{"),
+        ("logit_bias", [7]),
+        ("include_stop_str_in_output", 1),
+        ("stop_token_ids", -1),
+        ("stop_token_ids", ["5"]),
+        ("stop_token_ids", True),
+        ("stop_token_ids", "5"),
     ],
 )
 def test_a_wrong_value_is_an_error_that_names_field_and_range(name: str, value: object) -> None:
@@ -152,7 +184,6 @@ def test_ordinary_columns_pass(column: str) -> None:
     [
         ("n", 2),
         ("n", True),
-        ("min_tokens", 5),
         ("logprobs", 0),
         ("logprobs", True),
         ("json_schema", {}),
@@ -166,7 +197,16 @@ def test_a_parameter_that_does_not_work_yet_is_refused_and_not_ignored(name: str
 
 
 def test_values_that_change_nothing_pass() -> None:
-    assert read(n=1, presence_penalty=0.0, logprobs=False, logit_bias={}, repetition_penalty=1) == {}
+    assert read(n=1, logprobs=False, prompt_logprobs=False) == {}
+
+
+def test_a_row_may_not_want_more_tokens_than_it_may_have() -> None:
+    reader = ParamReader({"max_tokens": 5})
+    with pytest.raises(RowError, match="min_tokens is 6, and max_tokens only 5"):
+        reader.read({"min_tokens": 6})
+    assert reader.read({"min_tokens": 6, "max_tokens": 6}) == {"max_tokens": 6, "min_tokens": 6}
+    with pytest.raises(UsageError, match="min_tokens is 9"):
+        ParamReader({"max_tokens": 5, "min_tokens": 9})
 
 
 def test_the_row_overrides_the_command_line_which_overrides_the_model() -> None:

@@ -160,15 +160,21 @@ def test_seeds_do_not_depend_on_order_batch_or_neighbours(bench: Bench) -> None:
     assert changed["p1"] != first["p1"]
 
 
-def test_the_model_defaults_count_unless_told_otherwise(bench: Bench) -> None:
+def test_the_model_defaults_count_unless_told_otherwise(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     bench.engine_options = {"generation_defaults": {"temperature": 1.0}}
     bench.write([{"prompt": "p"}, {"prompt": "p", "temperature": 0}])
-    bench.run()
+    bench.run(quiet=False)
     sampled, greedy = bench.rows()
     assert sampled["completion"] != expected("p")
     assert greedy["completion"] == expected("p")
-    bench.run(generation_config="none", sampling={"max_tokens": 3})
+    assert bench.report()["generation_config"] == {"temperature": 1.0}
+    assert "from the model's generation config, where neither row nor option says: temperature 1.0" in (
+        capsys.readouterr().err
+    )
+    bench.run(quiet=False, generation_config="none", sampling={"max_tokens": 3})
     assert bench.rows()[0]["completion"] == expected("p", max_tokens=3)
+    assert bench.report()["generation_config"] == {}
+    assert "from the model's generation config" not in capsys.readouterr().err
 
 
 def test_counts_add_up_in_columns_and_report(bench: Bench) -> None:

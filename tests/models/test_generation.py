@@ -24,9 +24,15 @@ from cbatch.models.generation import end_token_ids, generation_defaults
         ),
         ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {}, ()),
         ({"temperature": 0.6, "top_p": 0.9}, {}, ()),
-        ({"do_sample": True, "repetition_penalty": 1.0, "num_beams": 1}, {"temperature": 1.0}, ()),
-        ({"repetition_penalty": 1.1, "num_beams": 4}, {}, ("num_beams", "repetition_penalty")),
-        ({"do_sample": True, "min_p": 0.1, "max_new_tokens": 99}, {"temperature": 1.0}, ("max_new_tokens", "min_p")),
+        ({"do_sample": True, "typical_p": 1.0, "num_beams": 1}, {"temperature": 1.0}, ()),
+        ({"repetition_penalty": 1.1, "num_beams": 4}, {"repetition_penalty": 1.1}, ("num_beams",)),
+        ({"repetition_penalty": -1.0}, {}, ("repetition_penalty",)),
+        (
+            {"do_sample": True, "min_p": 0.1, "repetition_penalty": 1.05, "max_new_tokens": 99},
+            {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.05},
+            ("max_new_tokens",),
+        ),
+        ({"min_p": 0.1}, {}, ()),
         ({"do_sample": True, "top_k": -1}, {"temperature": 1.0}, ("top_k",)),
     ],
 )

@@ -54,14 +54,14 @@ def test_loading_writes_nothing_to_the_terminal(tiny_llama: Path, capfd: pytest.
 
 
 def test_the_generation_config_gives_defaults_ends_and_a_warning(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
-    stated = {"do_sample": True, "temperature": 0.7, "eos_token_id": [2, 4], "repetition_penalty": 1.2}
+    stated = {"do_sample": True, "temperature": 0.7, "eos_token_id": [2, 4], "repetition_penalty": 1.2, "num_beams": 4}
     (copy / "generation_config.json").write_text(json.dumps(stated))
     with caplog.at_level(logging.WARNING):
         loaded = load(EngineConfig(model=str(copy)))
-    assert loaded.generation_defaults == {"temperature": 0.7}
+    assert loaded.generation_defaults == {"temperature": 0.7, "repetition_penalty": 1.2}
     assert loaded.eos_token_ids == {2, 4}
-    assert loaded.generation_not_taken == ("repetition_penalty",)
-    assert "repetition_penalty" in caplog.text
+    assert loaded.generation_not_taken == ("num_beams",)
+    assert "num_beams" in caplog.text
 
 
 def test_a_tokenizer_from_elsewhere_is_used(tiny_llama: Path, copy: Path) -> None:

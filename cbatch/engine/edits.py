@@ -1,0 +1,107 @@
+"""What is done to logits before a token is chosen from them: penalties, biases, tokens that are not allowed yet.
+
+Called by the sampler for the rows that ask for any of it. The edits of a step are lists of single logits (row, token),
+so that they cost what the requests' texts are long, not what the vocabulary is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cbatch.engine.request import Request
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Logits by row and token; host arrays of one length."""
+
+    rows: Ints
+    token_ids: Ints
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        return torch.from_numpy(self.rows).to(device), torch.from_numpy(self.token_ids).to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEdits:
+    """The edits of n rows of logits, in the order in which they are made."""
+
+    seen: Places  # distinct tokens of the texts of rows with penalties
+    repetition: Floats  # of each of them: what divides its logit where positive, and multiplies it where negative
+    penalty: Floats  # of each of them: what is taken off then
+    biased: Places
+    bias: Floats
+    forbidden: Places
+
+    @classmethod
+    def build(cls, requests: Sequence[Request]) -> LogitEdits | None:
+        """Collect what the requests, one a row, ask for; None where that is nothing. Brings histories up to date."""
+        histories = [(row, request) for row, request in enumerate(requests) if request.history is not None]
+        biased = [(row, r.prompt.sampling.logit_bias) for row, r in enumerate(requests) if r.prompt.sampling.logit_bias]
+        forbidden = [(row, r.stopping.ending_token_ids) for row, r in enumerate(requests) if must_go_on(r)]
+        if not (histories or biased or forbidden):
+            return None
+        seen, repetition, penalty = _penalties(histories)
+        return cls(
+            seen=seen,
+            repetition=repetition,
+            penalty=penalty,
+            biased=_places((row, [token_id for token_id, _ in bias]) for row, bias in biased),
+            bias=np.array([value for _, bias in biased for _, value in bias], dtype=np.float32),
+            forbidden=_places(forbidden),
+        )
+
+    def apply(self, logits: Tensor) -> None:
+        """Change float32 logits [n, vocab] in place."""
+        device = logits.device
+        if len(self.seen.rows):
+            where = self.seen.on(device)
+            repetition = torch.from_numpy(self.repetition).to(device)
+            values = logits[where]
+            values = torch.where(values > 0, values / repetition, values * repetition)
+            logits[where] = values - torch.from_numpy(self.penalty).to(device)
+        if len(self.biased.rows):
+            where = self.biased.on(device)
+            logits[where] = logits[where] + torch.from_numpy(self.bias).to(device)
+        if len(self.forbidden.rows):
+            logits[self.forbidden.on(device)] = float("-inf")
+
+
+def must_go_on(request: Request) -> bool:
+    """Tell whether the next token may not be one that ends the completion."""
+    return request.num_generated < request.prompt.sampling.min_tokens
+
+
+def _penalties(histories: Sequence[tuple[int, Request]]) -> tuple[Places, Floats, Floats]:
+    if not histories:
+        return _places(()), np.empty(0, np.float32), np.empty(0, np.float32)
+    token_ids, counts = [], []
+    for _, request in histories:
+        assert request.history is not None
+        request.history.catch_up(request.token_ids)
+        token_ids.append(np.array(request.history.token_ids))
+        counts.append(np.array(request.history.num_generated))
+    params = [request.prompt.sampling for _, request in histories]
+    lens = [len(ids) for ids in token_ids]
+    repeated = np.concatenate(counts)
+    repetition = np.repeat(np.array([p.repetition_penalty for p in params], np.float32), lens)
+    presence = np.repeat(np.array([p.presence_penalty for p in params], np.float32), lens)
+    frequency = np.repeat(np.array([p.frequency_penalty for p in params], np.float32), lens)
+    seen = Places(np.repeat(np.array([row for row, _ in histories]), lens), np.concatenate(token_ids))
+    penalty = (repeated > 0) * presence + repeated * frequency
+    return seen, repetition, penalty.astype(np.float32)
+
+
+def _places(rows: Iterable[tuple[int, Iterable[int]]]) -> Places:
+    pairs = [(row, token_id) for row, token_ids in rows for token_id in token_ids]
+    both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    return Places(np.ascontiguousarray(both[:, 0]), np.ascontiguousarray(both[:, 1]))
