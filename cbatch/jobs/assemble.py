@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from cbatch.io.sinks import open_sink
 from cbatch.jobs.journal import Entry, Journal
 from cbatch.jobs.openai import to_response
 from cbatch.jobs.paths import errors_path
+from cbatch.jobs.rowindex import ABSENT, RowIndex
 from cbatch.jobs.totals import Totals
-from cbatch.jobs.writer import ABSENT
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -57,23 +56,24 @@ def columns_digest(layout: Layout) -> str:
     return hashlib.blake2b(repr(look).encode(), digest_size=16).hexdigest()
 
 
-def content_digest(layout: Layout, offsets: array[int], rows_digest: str) -> str:
+def content_digest(layout: Layout, index: RowIndex, rows_digest: str) -> str:
     """Hash what decides over the output's content: which entries, in which order, in which columns."""
     look = (columns_digest(layout), layout.order, rows_digest)
     digest = hashlib.blake2b(repr(look).encode(), digest_size=16)
-    digest.update(memoryview(offsets))
+    for block in index.blocks():
+        digest.update(memoryview(block))
     return digest.hexdigest()
 
 
-def assemble(journal: Journal, offsets: array[int], layout: Layout, totals: Totals, tick: Tick) -> None:
+def assemble(journal: Journal, index: RowIndex, layout: Layout, totals: Totals, tick: Tick) -> None:
     """Write the output and let it appear, complete; every entry is added to `totals`. Raises OutputError."""
-    assert ABSENT not in offsets, "a row has no entry"
+    assert all(ABSENT not in block for block in index.blocks()), "a row has no entry"
     if layout.openai:
-        _assemble_responses(journal, offsets, layout, totals, tick)
+        _assemble_responses(journal, index, layout, totals, tick)
         return
     names = layout.names
-    with open_sink(str(layout.path), _record_schema(journal, offsets, layout, tick)) as sink:
-        for entry in _entries(journal, offsets, layout, tick):
+    with open_sink(str(layout.path), _record_schema(journal, index, layout, tick)) as sink:
+        for entry in _entries(journal, index, layout, tick):
             totals.add(entry)
             # An earlier run may have been asked for more columns than this output has.
             result = {name: value for name, value in entry.result.items() if name in names}
@@ -81,13 +81,13 @@ def assemble(journal: Journal, offsets: array[int], layout: Layout, totals: Tota
         sink.commit()
 
 
-def _assemble_responses(journal: Journal, offsets: array[int], layout: Layout, totals: Totals, tick: Tick) -> None:
+def _assemble_responses(journal: Journal, index: RowIndex, layout: Layout, totals: Totals, tick: Tick) -> None:
     """Write responses and, where there are any, failures to a file of their own, which appears first."""
     with ExitStack() as sinks:
         answers = sinks.enter_context(open_sink(str(layout.path)))
         failures = errors_path(layout.path)
         errors = sinks.enter_context(open_sink(str(failures)))
-        for entry in _entries(journal, offsets, layout, tick):
+        for entry in _entries(journal, index, layout, tick):
             totals.add(entry)
             line, failed = to_response(entry)
             (errors if failed else answers).write(line)
@@ -98,18 +98,14 @@ def _assemble_responses(journal: Journal, offsets: array[int], layout: Layout, t
         answers.commit()
 
 
-def _entries(journal: Journal, offsets: array[int], layout: Layout, tick: Tick) -> Iterator[Entry]:
-    if layout.order == "completion":
-        import numpy as np
-
-        offsets = array("q", np.sort(np.frombuffer(offsets, dtype=np.int64)).tobytes() if offsets else b"")
+def _entries(journal: Journal, index: RowIndex, layout: Layout, tick: Tick) -> Iterator[Entry]:
     reader = journal.reader()
-    for offset in offsets:
+    for offset in index.sorted() if layout.order == "completion" else index:
         tick()
         yield reader.read(offset)
 
 
-def _record_schema(journal: Journal, offsets: array[int], layout: Layout, tick: Tick) -> pa.Schema | None:
+def _record_schema(journal: Journal, index: RowIndex, layout: Layout, tick: Tick) -> pa.Schema | None:
     """The records' Arrow types: declared, or for Parquet found in a first pass over all rows."""
     declared = layout.schema
     if layout.path.suffix.lower() != ".parquet" and declared is None:
@@ -121,7 +117,7 @@ def _record_schema(journal: Journal, offsets: array[int], layout: Layout, tick: 
 
     if declared is None:
         inference, reader = TypeInference(), journal.reader()
-        for offset in offsets:
+        for offset in index:
             tick()
             inference.observe(reader.read(offset).columns)
         declared = inference.schema()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from cbatch.engine.stats import EngineStats
 from cbatch.jobs import report as reporting
 from cbatch.jobs.assemble import Layout, Tick, assemble, columns_digest, content_digest
 from cbatch.jobs.journal import Journal
+from cbatch.jobs.rowindex import RowIndex
 from cbatch.jobs.setup import JobSetup
 from cbatch.jobs.shards import Part, mark_success
 from cbatch.jobs.totals import Targets, Totals
@@ -37,7 +37,7 @@ class SessionFigures:
 def finish(
     setup: JobSetup,
     journal: Journal,
-    offsets: array[int],
+    index: RowIndex,
     layout: Layout,
     rows_digest: str,
     session: SessionFigures,
@@ -48,12 +48,12 @@ def finish(
     report. Raises OutputError, and what `tick` raises.
     """
     job, paths = setup.job, setup.paths
-    digest = content_digest(layout, offsets, rows_digest)
+    digest = content_digest(layout, index, rows_digest)
     earlier = reporting.read_report(paths.report)
     is_new = not paths.output.exists() or earlier.get("hashes", {}).get("content") != digest
     if is_new:
-        totals = Totals(Targets(job.goodput_ttft, job.goodput_itl))
-        assemble(journal, offsets, layout, totals, tick)
+        totals = Totals(len(index), Targets(job.goodput_ttft, job.goodput_itl))
+        assemble(journal, index, layout, totals, tick)
         if session.ran_engine:
             totals.generate_s[session.number] = session.stats.generate_s
         hashes = {

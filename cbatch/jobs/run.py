@@ -35,11 +35,12 @@ from cbatch.jobs.progress import Progress
 from cbatch.jobs.prompts import PromptEncoder
 from cbatch.jobs.reader import Interpret, JobReader, JobRow, plain_rows
 from cbatch.jobs.results import failed_entry
+from cbatch.jobs.rowindex import RowIndex
 from cbatch.jobs.setup import JobSetup, prepare
 from cbatch.jobs.shards import Part
 from cbatch.jobs.stop import RESUME_HINT, Interrupted, Stop, handling_signals
 from cbatch.jobs.survey import Survey, can_reread, check_custom_ids, survey
-from cbatch.jobs.writer import RowIndex, Writer
+from cbatch.jobs.writer import Writer
 
 LoadEngine = Callable[[EngineConfig], BatchEngine]
 
@@ -282,7 +283,7 @@ class _JobRun:
         is_new, report = finish(
             self._setup,
             self._checkpoint.journal,
-            self._index.offsets,
+            self._index,
             layout,
             reader.digest,
             self._session_figures(),

@@ -33,6 +33,7 @@ class Targets:
 class Totals:
     """Sums over the entries added so far."""
 
+    max_rows: int
     targets: Targets = Targets()
     rows_ok: int = 0
     errors: Counter[str] = field(default_factory=Counter)  # by code
@@ -47,7 +48,12 @@ class Totals:
     truncated_tokens: int = 0
     generate_s: dict[int, float] = field(default_factory=dict)  # by session: until its last row here
     output_tokens_of: Counter[int] = field(default_factory=Counter)  # by session
-    latencies: dict[str, array[float]] = field(default_factory=lambda: {name: array("f") for name in LATENCIES})
+    _latencies: dict[str, array[float]] = field(init=False)  # room for every row at once: growing would copy
+    _counts: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._latencies = {name: array("f", [0.0]) * self.max_rows for name in LATENCIES}
+        self._counts = dict.fromkeys(LATENCIES, 0)
 
     @property
     def rows_error(self) -> int:
@@ -79,20 +85,23 @@ class Totals:
         self.generate_s[head.session] = max(self.generate_s.get(head.session, 0.0), head.generate_s)
         self.output_tokens_of[head.session] += num_tokens
         if error is None:
-            for name, values in self.latencies.items():
+            for name, values in self._latencies.items():
                 if (value := result.get(name)) is not None:
-                    values.append(value)
+                    values[self._counts[name]] = value
+                    self._counts[name] += 1
 
     def percentiles(self) -> dict[str, dict[str, float | int]]:
         """Return count, mean and percentiles of every latency, over the rows that did not fail."""
         import numpy as np
 
         table: dict[str, dict[str, float | int]] = {}
-        for name, values in self.latencies.items():
-            table[name] = {"count": len(values)}
-            if values:
-                numbers = np.frombuffer(values, dtype=np.float32)
-                found = np.percentile(numbers, PERCENTILES)
+        for name, values in self._latencies.items():
+            count = self._counts[name]
+            table[name] = {"count": count}
+            if count:
+                numbers = np.frombuffer(values, dtype=np.float32)[:count]
+                numbers.sort()  # in place: percentiles of sorted numbers take no copy worth mentioning
+                found = np.percentile(numbers, PERCENTILES, overwrite_input=True)
                 table[name] |= {f"p{rank}": float(value) for rank, value in zip(PERCENTILES, found, strict=True)}
                 table[name] |= {"mean": float(numbers.mean(dtype=np.float64)), "max": float(numbers.max())}
         return table

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from cbatch.jobs.journal import SYNC_INTERVAL_S, Entry, Journal
+from cbatch.jobs.rowindex import RowIndex
 
 MAX_QUEUED = 1024  # finished rows on their way to the disk; then their makers wait
-ABSENT = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +29,6 @@ class Tally:
     @property
     def num_rows(self) -> int:
         return self.num_ok + self.num_errors
-
-
-class RowIndex:
-    """Where in the journal each row's entry is: 8 bytes a row, by the number of the row."""
-
-    def __init__(self, first_row: int = 0) -> None:
-        self._first_row = first_row
-        self.offsets = array("q")  # ABSENT for a row without an entry
-
-    def set(self, row: int, offset: int) -> None:
-        """Remember where the entry of a row is."""
-        place = row - self._first_row
-        while len(self.offsets) <= place:
-            self.offsets.append(ABSENT)
-        self.offsets[place] = offset
 
 
 class Writer:
