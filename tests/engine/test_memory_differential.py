@@ -313,16 +313,15 @@ def gemma3() -> Path:
 
 
 def beyond_the_window(folder: Path, num_rows: int) -> list[list[int]]:
-    """Prompts of a little more than 512 to 700 tokens of English, each from another place."""
+    """Prompts of 600 tokens of English, each from another place; their completions begin a new page each."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = tokenizer((ROOT / "LICENSE").read_text()).input_ids
-    rng = random.Random(2)
-    starts = [rng.randrange(1, len(text) - 700) for _ in range(num_rows)]
-    return [[text[0], *text[start : start + 513 + rng.randrange(187)]] for start in starts]
+    starts = random.Random(2).sample(range(1, len(text) - 600), num_rows)
+    return [[text[0], *text[start : start + 599]] for start in starts]
 
 
-def check_real_model(folder: Path, num_rows: int, max_tokens: int) -> tuple[int, Engine]:
-    """Compare rows that move out and come back with `generate()`; return the near ties, and the engine."""
+def check_real_model(folder: Path, num_rows: int, max_tokens: int) -> Engine:
+    """Compare rows that move out and come back with `generate()`."""
     prompts = beyond_the_window(folder, num_rows)
     references = generate_references(folder, prompts, [max_tokens] * num_rows)
     config = EngineConfig(
@@ -331,8 +330,7 @@ def check_real_model(folder: Path, num_rows: int, max_tokens: int) -> tuple[int,
         max_model_len=1024,
         max_batch_tokens=256,
         page_size=16,
-        num_blocks=max(map(len, prompts)) // 16 * 5 // 4,
-        max_requests_per_batch=4,
+        num_blocks=77,  # two prompts, and nothing for what comes after them
         safety_margin=0.0,
         cpu_offload_space=0.05,
     )
@@ -340,11 +338,12 @@ def check_real_model(folder: Path, num_rows: int, max_tokens: int) -> tuple[int,
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     rows = [Prompt(row, prompt, params) for row, prompt in enumerate(prompts)]
     outputs = sorted(engine.generate(rows), key=lambda output: output.request_id)
-    return count_near_ties(references, [output.token_ids for output in outputs]), engine
+    assert count_near_ties(references, [output.token_ids for output in outputs]) == 0
+    return engine
 
 
 @pytest.mark.real_model
 def test_gemma_3_beyond_its_window(gemma3: Path) -> None:
-    ties, engine = check_real_model(gemma3, num_rows=3, max_tokens=12)
-    assert ties == 0
-    assert engine.stats.output_tokens == 36
+    stats = check_real_model(gemma3, num_rows=3, max_tokens=12).stats
+    assert stats.output_tokens == 36
+    assert stats.offloads == stats.restores > 0
