@@ -114,7 +114,11 @@ class HybridMachine(RuleBasedStateMachine):
     def everything_adds_up(self) -> None:
         if hasattr(self, "cache"):
             check_cache(self.cache, self.requests)
-            pages = sum(len(t) * len(a.layers) for r in self.requests for t, a in zip(r.tables, self.cache.allocators))
+            pages = sum(
+                len(t) * len(a.layers)
+                for r in self.requests
+                for t, a in zip(r.tables, self.cache.allocators, strict=True)
+            )
             assert self.cache.usage == pytest.approx(pages / (self.cache.pool.num_usable * self.pages_per_chunk))
             if not self.requests:
                 assert self.cache.pool.num_free == self.cache.pool.num_usable
