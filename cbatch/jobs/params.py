@@ -154,8 +154,10 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 class ParamReader:
     """Reads the parameters of rows, under the command line's."""
 
-    def __init__(self, command_line: Mapping[str, object], *, row_params: bool = True) -> None:
-        """Check the command line's values. Raises UsageError."""
+    def __init__(
+        self, command_line: Mapping[str, object], *, row_params: bool = True, text_values: bool = False
+    ) -> None:
+        """Check the command line's values; `text_values` is for rows of CSV, all text. Raises UsageError."""
         self._params = {param.name: param for param in PARAMS}
         try:
             self._defaults = self._parse(command_line.items())
@@ -163,6 +165,7 @@ class ParamReader:
         except RowError as error:
             raise UsageError(error.message) from None
         self._row_params = row_params
+        self._text_values = text_values
         names = [*self._params, *UNSUPPORTED]
         self._meant = lru_cache(maxsize=4096)(partial(find_meant, names=tuple(names)))
 
@@ -170,7 +173,10 @@ class ParamReader:
         """Return the parameters given for a row, parsed, in the table's order. Raises RowError."""
         if not self._row_params:
             return self._defaults
-        own = self._parse((name, value) for name, value in columns.items() if self._is_param(name, value))
+        items: Iterable[tuple[str, object]] = columns.items()
+        if self._text_values:
+            items = ((name, from_text(name, value)) for name, value in items)
+        own = self._parse((name, value) for name, value in items if self._is_param(name, value))
         given = {**self._defaults, **own}
         _check_together(given)
         return {name: given[name] for name in self._params if name in given}
@@ -207,6 +213,18 @@ def parse_param(param: Param, value: object) -> object:
         return param.parse(value)
     except (TypeError, ValueError):
         raise RowError(BAD_PARAMETER, f"{param.name} must be {param.allowed}: it is {_show(value)}") from None
+
+
+def from_text(name: str, value: object) -> object:
+    """Return what a CSV field says: empty is not given, the rest is read as JSON where it is; a stop string is text."""
+    if not isinstance(value, str):
+        return value
+    if not value or (name == "stop" and not value.startswith("[")):
+        return value or None
+    try:
+        return json.loads(value.lower() if value.lower() in ("true", "false") else value)
+    except ValueError:
+        return value
 
 
 def _check_together(given: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cbatch.config import EngineConfig, JobConfig
 from cbatch.errors import UsageError
-from cbatch.io.sources import Source, open_source
+from cbatch.io.sources import FilePart, Source, open_source
 from cbatch.jobs.identity import identify_model
 from cbatch.jobs.keys import job_identity
 from cbatch.jobs.params import ParamReader
@@ -15,6 +15,8 @@ from cbatch.jobs.paths import JobPaths
 from cbatch.jobs.rendering import Renderer
 from cbatch.jobs.shards import Shard, parse_shard
 from cbatch.jobs.survey import can_reread
+
+CSV_SUFFIX = ".csv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,11 @@ class JobSetup:
 
 def prepare(job: JobConfig, engine: EngineConfig) -> JobSetup:
     """Check a job. Raises UsageError, InputError, OutputError."""
-    params = ParamReader(job.sampling, row_params=job.row_params)
     renderer = Renderer(job.prompt_column, job.template, job.system_prompt)
+    ParamReader(job.sampling)  # a wrong option is said before the input is looked at
     source = open_source(job.inputs, split=job.dataset_split)
+    has_text = any(isinstance(part, FilePart) and CSV_SUFFIX in part.format.suffixes for part in source.parts)
+    params = ParamReader(job.sampling, row_params=job.row_params, text_values=has_text)
     shard = parse_shard(job.shard, os.environ) if job.shard is not None else None
     output = job.output
     if shard is not None:

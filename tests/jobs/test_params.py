@@ -242,3 +242,31 @@ def test_a_model_default_that_cannot_work_names_the_way_out() -> None:
 
 def test_parameters_come_in_one_order_whatever_the_columns_order() -> None:
     assert list(read(stop="a", max_tokens=1)) == list(read(max_tokens=1, stop="a"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "parsed"),
+    [
+        ("max_tokens", "128", 128),
+        ("max_tokens", "128.0", 128),
+        ("temperature", "0.7", 0.7),
+        ("ignore_eos", "True", True),
+        ("ignore_eos", "false", False),
+        ("stop", "5", ("5",)),
+        ("stop", "END", ("END",)),
+        ("stop", '["a", "b"]', ("a", "b")),
+        ("stop", "[", ("[",)),
+    ],
+)
+def test_fields_of_csv_are_read_as_what_they_say(name: str, text: str, parsed: object) -> None:
+    reader = ParamReader({}, text_values=True)
+    assert reader.read({"prompt": "5", name: text}) == {name: parsed}
+    assert reader.read({"prompt": "5", name: ""}) == {}
+
+
+@pytest.mark.parametrize(("name", "text"), [("max_tokens", "many"), ("temperature", "NaN"), ("ignore_eos", "1")])
+def test_a_field_of_csv_that_says_nothing_right_is_an_error(name: str, text: str) -> None:
+    with pytest.raises(RowError, match=f"{name} must be"):
+        ParamReader({}, text_values=True).read({name: text})
+    with pytest.raises(RowError, match="looks like the parameter temperature"):
+        ParamReader({}, text_values=True).read({"Temperature": "1"})

@@ -479,3 +479,13 @@ def test_the_stub_follows_the_engine_interface() -> None:
 
     engine: BatchEngine = StubEngine()
     assert engine.plan.max_model_len == 4096
+
+
+def test_csv_rows_have_parameters_too(bench: Bench) -> None:
+    file = bench.path / "in.csv"
+    file.write_text("prompt,max_tokens,stop\nabc,3,\ndef,,\nghi,x,\n", encoding="utf-8")
+    bench.run(inputs=(str(file),))
+    rows = bench.rows()
+    assert [row["completion"] for row in rows[:2]] == [expected("abc", max_tokens=3), expected("def")]
+    assert rows[2]["error"]["code"] == "bad_parameter"
+    assert rows[0]["max_tokens"] == "3", "columns pass through as they were"
