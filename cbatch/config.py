@@ -56,6 +56,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None  # likeliest tokens wanted beside each generated one's log-probability; None: no scores
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

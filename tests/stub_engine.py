@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from cbatch.config import DEFAULT_MAX_TOKENS, EngineConfig
+from cbatch.engine.record import TokenLogprobs
 from cbatch.engine.request import Prompt, RequestMetrics, RequestOutput
 from cbatch.engine.stats import EngineStats
 from cbatch.errors import CbatchError, EngineError, RowError
@@ -63,6 +64,9 @@ class StubTokenizer:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         extra = f"{tools or ''}{chat_template_kwargs or ''}"
         return self.encode("".join(lines) + extra + "assistant: ")
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id]) or "</s>"
 
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(token - FIRST_LETTER) for token in ids if token >= FIRST_LETTER)
@@ -164,8 +168,8 @@ class StubEngine:
         finished = []
         for request in list(self._running):
             request.num_done += 1
-            self.stats.output_tokens += 1
-            if request.num_done == len(request.token_ids):
+            self.stats.output_tokens += request.num_done <= len(request.token_ids)
+            if request.num_done >= len(request.token_ids):
                 self._running.remove(request)
                 finished.append(_output(request))
         self.stats.cache_usage = len(self._running) / self.plan.max_requests_per_batch
@@ -178,7 +182,8 @@ def plan_completion(prompt: Prompt, tokenizer: StubTokenizer, max_model_len: int
     sampling = prompt.sampling
     seed = sampling.seed if sampling.temperature > 0 else 0
     source = hashlib.blake2b(repr((prompt.token_ids, seed)).encode()).digest()
-    limit = min(sampling.max_tokens or DEFAULT_MAX_TOKENS, max_model_len - len(prompt.token_ids))
+    wanted = DEFAULT_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
+    limit = min(wanted, max_model_len - len(prompt.token_ids))
     length = limit if sampling.ignore_eos else min(limit, DEFAULT_LENGTH)
     letters = [LETTERS[source[index % len(source)] % len(LETTERS)] for index in range(length)]
     ids = [ord(char) + FIRST_LETTER for char in letters]
@@ -219,8 +224,19 @@ def _output(request: _Running) -> RequestOutput:
         request.finish_reason,  # type: ignore[arg-type]
         stop_reason=request.stop_reason,
         text_length=request.text_length,
+        logprobs=_logprobs(request.prompt.sampling.logprobs, request.token_ids),
+        prompt_logprobs=_logprobs(request.prompt.sampling.prompt_logprobs, request.prompt.token_ids, first=None),
         metrics=metrics,
     )
+
+
+def _logprobs(num_top: int | None, token_ids: list[int], first: float | None = -0.5) -> TokenLogprobs | None:
+    """Every token at -0.5 but for the first one, the likeliest ones a token and those after it."""
+    if num_top is None:
+        return None
+    tokens = [first, *[-0.5] * len(token_ids)][: len(token_ids)]
+    top = [[(token + i, -0.5 - i) for i in range(num_top)] for token in token_ids] if num_top else None
+    return TokenLogprobs(tokens, top)
 
 
 def load_from_environment(config: EngineConfig) -> StubEngine:

@@ -1,4 +1,4 @@
-"""The settings of `cbatch run` that are the sampling parameters of rows which do not say otherwise. Used by `options`."""
+"""The settings of `cbatch run` that are sampling parameters, for rows which do not say otherwise. Used by `options`."""
 
 from __future__ import annotations
 
@@ -118,6 +118,22 @@ SAMPLING_SETTINGS = (
         target=SamplingParams,
         panel=SAMPLING,
         help="Go on past the model's end-of-text token, to exactly max-tokens.",
+    ),
+    Setting(
+        name="logprobs",
+        target=SamplingParams,
+        panel=SAMPLING,
+        help="Add the columns token_logprobs and top_logprobs: each generated token's, and this many likeliest ones'.",
+        default="off",
+        metavar="N",
+    ),
+    Setting(
+        name="prompt_logprobs",
+        target=SamplingParams,
+        panel=SAMPLING,
+        help="The same for the prompt's tokens; with --max-tokens 0 prompts are scored and nothing is generated.",
+        default="off",
+        metavar="N",
     ),
     Setting(
         name="generation_config",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cbatch.engine.cache.allocator import CacheAllocator
 from cbatch.engine.cache.pool import PADDING_READ_CHUNK
+from cbatch.engine.logprobs import PromptPart, ScoringBatch, part_of_prompt
 from cbatch.engine.request import Request
 from cbatch.engine.sampling import SamplingBatch
 from cbatch.engine.scheduler import ScheduledRequest, StepPlan
@@ -30,8 +31,9 @@ class StepInputs:
     input_ids: Tensor  # int64 [1, T]
     position_ids: Tensor  # int64 [1, T]
     attention: list[AttentionInputs]  # one per attention type, as the allocators
-    logits_indices: Tensor  # int64 [R]: the query tokens whose logits are wanted, in `sampling`'s order
+    logits_indices: Tensor  # int64 [R + P]: the query tokens whose logits are wanted: who samples, then who is scored
     sampling: SamplingBatch
+    scoring: ScoringBatch | None
     result_order: list[int]  # for each sampling request in plan order, its row among the R
 
 
@@ -52,12 +54,15 @@ class BatchBuilder:
         positions = _ragged_positions(starts, query_lens)
         samples = np.array([item.samples for item in items])
         rows = {i: row for row, i in enumerate(np.array(order)[samples].tolist())}
+        sampling = [item.request for item in items if item.samples]
+        parts, scored_tokens = _prompt_parts(items, last_tokens - query_lens + 1)
         return StepInputs(
             input_ids=self._to_device(np.concatenate([_step_tokens(item) for item in items]))[None],
             position_ids=self._to_device(positions)[None],
             attention=[self._attention(i, items, positions, query_lens) for i in range(len(self._allocators))],
-            logits_indices=self._to_device(last_tokens[samples]),
-            sampling=SamplingBatch.build([item.request for item in items if item.samples]),
+            logits_indices=self._to_device(np.concatenate([last_tokens[samples], *scored_tokens])),
+            sampling=SamplingBatch.build(sampling),
+            scoring=ScoringBatch.build(sampling, parts),
             result_order=[rows[i] for i, item in enumerate(plan.items) if item.samples],
         )
 
@@ -91,6 +96,19 @@ class BatchBuilder:
 
     def _to_device(self, values: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(self._device, non_blocking=True)
+
+
+def _prompt_parts(
+    items: list[ScheduledRequest], first_tokens: npt.NDArray[np.int64]
+) -> tuple[list[PromptPart], list[npt.NDArray[np.int64]]]:
+    """Find which prompts the step scores, and by which of its query tokens."""
+    parts, tokens = [], []
+    for item, first_token in zip(items, first_tokens, strict=True):
+        start = item.num_computed_before
+        if part := part_of_prompt(item.request, start, start + item.num_tokens):
+            parts.append(part)
+            tokens.append(first_token + part.first - start + np.arange(part.count, dtype=np.int64))
+    return parts, tokens
 
 
 def _step_tokens(item: ScheduledRequest) -> npt.NDArray[np.int64]:

@@ -18,7 +18,7 @@ from cbatch.engine.cache.build import build_cache
 from cbatch.engine.cache.manager import CacheManager
 from cbatch.engine.intake import Intake
 from cbatch.engine.memory import free_memory, is_out_of_memory
-from cbatch.engine.output import failed_output, finished_output
+from cbatch.engine.output import empty_output, failed_output, finished_output
 from cbatch.engine.plan import EnginePlan, check_config, plan_engine
 from cbatch.engine.request import Prompt, RequestOutput
 from cbatch.engine.runner import ModelRunner
@@ -135,9 +135,13 @@ class Engine:
         plan, sampled = self._run(plan)
         ran = time.perf_counter()
         self._count_cache(plan)
+        num_generated = sum(
+            not isinstance(result, RowError) and item.request.max_tokens > 0
+            for item, result in zip((item for item in plan.items if item.samples), sampled, strict=True)
+        )
         finished = self._scheduler.update(plan, sampled, ran)
         ended = time.perf_counter()
-        self._count(plan, finished, sum(not isinstance(result, RowError) for result in sampled))
+        self._count(plan, finished, num_generated)
         self._began = began if self._began is None else self._began
         self.stats.generate_s = ended - self._began
         self.stats.schedule_s += (scheduled - began) + (ended - ran)
@@ -175,12 +179,15 @@ class Engine:
     def _submit(self, prompt: Prompt) -> RequestOutput | None:
         """Queue a prompt, or answer at once where it can never work."""
         try:
-            self._scheduler.add(self._intake.request(prompt))
+            request = self._intake.request(prompt)
         except RowError as error:
             return failed_output(prompt, error)
+        if request.max_tokens == 0 and not request.scores_prompt:
+            return empty_output(request)
+        self._scheduler.add(request)
         return None
 
-    def _count(self, plan: StepPlan, finished: Sequence[FinishedRequest], num_sampled: int) -> None:
+    def _count(self, plan: StepPlan, finished: Sequence[FinishedRequest], num_generated: int) -> None:
         stats = self.stats
         stats.steps += 1
         stats.num_running = len(self._scheduler.active)
@@ -189,7 +196,7 @@ class Engine:
         stats.restores += plan.moves.num_restores
         stats.soft_resets += plan.moves.num_soft_resets
         stats.preemptions += plan.moves.num_offloads + plan.moves.num_soft_resets
-        stats.output_tokens += num_sampled
+        stats.output_tokens += num_generated
         stats.cache_usage = self._cache.usage
         for request in (f.request for f in finished):
             stats.prompt_tokens += request.num_prompt_tokens

@@ -10,6 +10,7 @@ import time
 from cbatch.config import DEFAULT_MAX_TOKENS, SamplingParams
 from cbatch.engine.cache.manager import CacheManager
 from cbatch.engine.history import TokenHistory
+from cbatch.engine.record import LogprobRecord
 from cbatch.engine.request import Prompt, Request
 from cbatch.engine.stopping import StopCondition, StopStrings
 from cbatch.errors import RowError
@@ -32,6 +33,8 @@ class Intake:
         params = prompt.sampling
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         self._check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
+        self._check_logprobs("logprobs", params.logprobs)
+        self._check_logprobs("prompt_logprobs", params.prompt_logprobs)
         return Request(
             prompt=prompt,
             max_tokens=self._max_tokens(prompt),
@@ -40,13 +43,14 @@ class Intake:
             token_ids=list(prompt.token_ids),
             tables=[[] for _ in self._cache.allocators],
             history=_history(prompt),
+            logprobs=_record(params),
         )
 
     def _max_tokens(self, prompt: Prompt) -> int:
         """Decide how many tokens a prompt may get."""
         num_prompt, asked = len(prompt.token_ids), prompt.sampling.max_tokens
         context = self._max_model_len
-        if num_prompt >= context:
+        if num_prompt > context or (num_prompt == context and asked != 0):
             raise RowError(
                 "prompt_too_long",
                 f"the prompt has {num_prompt} tokens, and a context of {context} leaves no room for a completion; "
@@ -61,7 +65,7 @@ class Intake:
             )
         # The last token is never read again, so its KV is never stored.
         room = self._cache.max_tokens_ever + 1 - num_prompt
-        if wanted > room and (asked is not None or room < 1):
+        if max(wanted, 1) > room and (asked is not None or room < 1):
             raise RowError(
                 "cache_exceeded",
                 f"{num_prompt} prompt tokens and max_tokens {wanted} can never fit in a KV cache of "
@@ -76,6 +80,11 @@ class Intake:
                     "bad_parameter",
                     f"{name} names token {token_id}: the model's vocabulary is 0 to {self._tokenizer.vocab_size - 1}",
                 )
+
+    def _check_logprobs(self, name: str, count: int | None) -> None:
+        most = min(self._tokenizer.num_tokens, self._tokenizer.vocab_size)
+        if count is not None and count > most:
+            raise RowError("bad_parameter", f"{name} asks for {count} tokens: the vocabulary has {most}")
 
     def _stopping(self, params: SamplingParams) -> StopCondition:
         # A special token has no text to be found in, so its text stands for its id.
@@ -99,3 +108,9 @@ def _history(prompt: Prompt) -> TokenHistory | None:
     if not (repeats or params.presence_penalty or params.frequency_penalty):
         return None
     return TokenHistory(prompt.token_ids, counts_prompt=repeats)
+
+
+def _record(params: SamplingParams) -> LogprobRecord | None:
+    if params.logprobs is None and params.prompt_logprobs is None:
+        return None
+    return LogprobRecord(params.logprobs, params.prompt_logprobs)

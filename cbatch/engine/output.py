@@ -22,13 +22,28 @@ def failed_output(prompt: Prompt, error: RowError) -> RequestOutput:
     )
 
 
+def empty_output(request: Request) -> RequestOutput:
+    """Give the result of a request that there is nothing to compute for."""
+    record = request.logprobs
+    return RequestOutput(
+        request_id=request.request_id,
+        num_prompt_tokens=request.num_prompt_tokens,
+        token_ids=[],
+        finish_reason="length",
+        logprobs=None if record is None else record.generated(),
+        prompt_logprobs=None if record is None else record.prompt(),
+    )
+
+
 def finished_output(finished: FinishedRequest, now: float) -> RequestOutput:
     """Give the result of a request that ended at `now` (monotonic seconds)."""
-    request, outcome = finished.request, finished.outcome
+    request, outcome, record = finished.request, finished.outcome, finished.request.logprobs
+    if record is not None and not record.is_finite and not isinstance(outcome, RowError):
+        outcome = RowError("non_finite_logits", "the model's logits for the prompt are not finite; try --dtype float32")
     generated = request.token_ids[request.num_prompt_tokens :]
-    # The last token is what ends a request, unless it fails in place of one.
-    has_failed = isinstance(outcome, RowError)
-    metrics = _metrics(request, now, finished_at=now if has_failed else request.token_times[-1])
+    # The last token is what ends a request, unless it fails in place of one or wants none.
+    has_token = request.token_times and not isinstance(outcome, RowError)
+    metrics = _metrics(request, now, finished_at=request.token_times[-1] if has_token else now)
     if isinstance(outcome, RowError):
         return RequestOutput(
             request.request_id, request.num_prompt_tokens, generated, "error", error=outcome, metrics=metrics
@@ -42,6 +57,8 @@ def finished_output(finished: FinishedRequest, now: float) -> RequestOutput:
         text_length=outcome.text_length,
         num_text_tokens=outcome.num_text_tokens,
         text_suffix=outcome.text_suffix,
+        logprobs=None if record is None else record.generated(),
+        prompt_logprobs=None if record is None else record.prompt(),
         metrics=metrics,
     )
 

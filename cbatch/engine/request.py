@@ -14,6 +14,7 @@ from typing import Literal
 
 from cbatch.config import SamplingParams
 from cbatch.engine.history import TokenHistory
+from cbatch.engine.record import LogprobRecord, TokenLogprobs
 from cbatch.engine.stopping import StopCondition
 from cbatch.errors import RowError
 
@@ -60,6 +61,8 @@ class RequestOutput:
     text_length: int | None = None  # characters of the decoded text that count; None: all
     num_text_tokens: int | None = None  # tokens that make the text, an ending one left out; None: all
     text_suffix: str = ""  # a special token that ended it, where it was to be included
+    logprobs: TokenLogprobs | None = None  # of `token_ids`, where asked for
+    prompt_logprobs: TokenLogprobs | None = None
     error: RowError | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
@@ -86,6 +89,7 @@ class Request:
     token_ids: list[int]  # prompt and generated
     tables: list[list[int]]  # one block table per allocator
     history: TokenHistory | None = None  # where penalties need it; written by the sampler
+    logprobs: LogprobRecord | None = None  # where they are asked for; written by the model runner
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, as far as needed
     host_pages: list[int] = field(default_factory=list)  # where its KV lies while it is moved out
     num_computed_tokens: int = 0  # tokens whose KV is in the cache, or on the host
@@ -113,6 +117,13 @@ class Request:
     @property
     def num_generated(self) -> int:
         return len(self.token_ids) - len(self.prompt.token_ids)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether tokens of the prompt still lack the log-probabilities that were asked for."""
+        record = self.logprobs
+        wanted = record is not None and record.num_prompt_top is not None
+        return wanted and record is not None and record.num_scored < self.num_prompt_tokens - 1
 
     @property
     def num_uncomputed(self) -> int:

@@ -55,11 +55,13 @@ class ModelRunner:
         self._move_pages(plan.moves)
         inputs = self._builder.build(plan)
         logits = self._forward(inputs)
-        if not len(inputs.result_order):
-            return []
-        tokens = sample(logits, inputs.sampling).tolist()
-        finite = torch.isfinite(logits.amax(dim=-1)).tolist()
-        return [tokens[row] if finite[row] else _not_finite(logits.dtype) for row in inputs.result_order]
+        choices = logits[: len(inputs.result_order), : self._num_tokens]
+        tokens = sample(choices, inputs.sampling)
+        if inputs.scoring is not None:
+            inputs.scoring.score(logits, tokens, self._num_tokens)
+        results: list[int | RowError] = tokens.tolist()
+        finite = torch.isfinite(choices.amax(dim=-1)).tolist()
+        return [results[row] if finite[row] else _not_finite(logits.dtype) for row in inputs.result_order]
 
     def _move_pages(self, moves: Moves) -> None:
         """Carry out a step's copies between cache and host, all pages of a direction in one transfer, only once."""
@@ -76,16 +78,16 @@ class ModelRunner:
             moves.back.clear()
 
     def _forward(self, inputs: StepInputs) -> Tensor:
-        """Return the logits [R, tokens] of the tokens that sample, and write the step's KV in place."""
+        """Return the logits [R + P, vocab] of the tokens that sample or are scored; write the step's KV in place."""
         paged = PagedStep(
             key_pages=self._layer_keys,
             value_pages=self._layer_values,
             layer_types=self._layer_types,
             inputs=dict(zip(self._types, inputs.attention, strict=True)),
         )
-        # Where nothing samples one row is computed all the same: an empty index means "all" to no model, but costs
+        # Where none is wanted one row is computed all the same: an empty index means "all" to no model, but costs
         # less to avoid than to prove.
-        wanted = inputs.logits_indices if len(inputs.result_order) else inputs.logits_indices.new_zeros(1)
+        wanted = inputs.logits_indices if len(inputs.logits_indices) else inputs.logits_indices.new_zeros(1)
         output = self._model(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
@@ -93,7 +95,7 @@ class ModelRunner:
             logits_to_keep=wanted,
             paged=paged,
         )
-        logits: Tensor = output.logits[0, :, : self._num_tokens]
+        logits: Tensor = output.logits[0]
         return logits
 
 

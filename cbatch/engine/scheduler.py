@@ -47,6 +47,7 @@ class StepPlan:
 
     items: list[ScheduledRequest] = field(default_factory=list)
     num_tokens: int = 0
+    num_logits: int = 0  # rows of logits; one for each request, sampling or not, but for prompts that are scored
     num_pages_read: int = 0
     moves: Moves = field(default_factory=Moves)  # carried out before the forward pass
 
@@ -215,7 +216,7 @@ class Scheduler(ABC):
     def _has_budget(self, plan: StepPlan) -> bool:
         return (
             plan.num_tokens < self.limits.max_batch_tokens
-            and len(plan.items) < self.limits.max_requests_per_batch
+            and plan.num_logits < self.limits.max_requests_per_batch
             and plan.num_pages_read < self.limits.max_pages_read
         )
 
@@ -224,12 +225,15 @@ class Scheduler(ABC):
         if not self._has_budget(plan):
             return 0
         num_tokens = min(request.num_uncomputed, self.limits.max_batch_tokens - plan.num_tokens)
+        if request.scores_prompt:
+            num_tokens = min(num_tokens, self.limits.max_requests_per_batch - plan.num_logits)
         pages = self.cache.num_pages_read(request, request.num_computed_tokens + num_tokens)
         return num_tokens if plan.num_pages_read + pages <= self.limits.max_pages_read else 0
 
     def _put(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
         plan.items.append(ScheduledRequest(request, num_tokens, request.num_computed_tokens))
         plan.num_tokens += num_tokens
+        plan.num_logits += num_tokens if request.scores_prompt else 1
         plan.num_pages_read += self.cache.num_pages_read(request, request.num_computed_tokens + num_tokens)
 
     def _move_out_newest(self, candidates: set[Request], plan: StepPlan) -> None:
@@ -261,6 +265,8 @@ class Scheduler(ABC):
         self.cache.commit(request, item.num_computed_before)
 
     def _append_token(self, request: Request, token_id: int, now: float) -> Stop | None:
+        if request.max_tokens == 0:  # its prompt was to be scored, and no more
+            return Stop("length")
         request.token_ids.append(token_id)
         request.token_times.append(now)
         return request.stopping.check(token_id, request.num_generated, request.max_tokens)

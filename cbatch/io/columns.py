@@ -6,7 +6,7 @@ needed (`cbatch.io.schema`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ class Column:
     description: str
 
 
+TOP_LOGPROBS = "list<list<struct<token: string, token_id: int64, logprob: double>>>"
 RESULT_COLUMNS = (
     Column("row", "int64", "input row, counted from 0 over the whole input"),
     Column("completion", "string", "generated text; null where the row failed"),
@@ -39,6 +40,10 @@ RESULT_COLUMNS = (
     Column("recomputed_tokens", "int64", "tokens computed again after a soft reset"),
     Column("completion_tokens", "int64", "generated tokens, an ending EOS or stop token included"),
     Column("completion_token_ids", "list<int64>", "generated token ids; only with --return-token-ids"),
+    Column("token_logprobs", "list<double>", "log-probability of each generated token"),
+    Column("top_logprobs", TOP_LOGPROBS, "the likeliest tokens in the place of each generated one, best first"),
+    Column("prompt_token_logprobs", "list<double>", "log-probability of each prompt token, null for the first"),
+    Column("prompt_top_logprobs", TOP_LOGPROBS, "the likeliest tokens in the place of each prompt token"),
     Column("scheduled_at", "timestamp[us, UTC]", "when the request was first scheduled (UTC)"),
     Column("queue_s", "double", "seconds, handed to the engine → first scheduled"),
     Column("prefill_s", "double", "seconds, first scheduled → first token"),
@@ -50,15 +55,32 @@ RESULT_COLUMNS = (
     Column("attempt", "int64", "how often the row was run, from 1"),
 )
 
-OPTIONAL_COLUMNS = frozenset({"completion_token_ids"})
+# Columns that an output has only where they are asked for, and the words that ask.
+OPTIONAL_COLUMNS = {
+    "completion_token_ids": "return_token_ids",
+    "token_logprobs": "logprobs",
+    "top_logprobs": "logprobs",
+    "prompt_token_logprobs": "prompt_logprobs",
+    "prompt_top_logprobs": "prompt_logprobs",
+}
+ROW_WORDS = frozenset({"logprobs", "prompt_logprobs"})  # those of them that a row may say of itself
 
 
-def result_columns(*, token_ids: bool) -> tuple[Column, ...]:
-    """Return our columns of one job, in the order of the output."""
-    return tuple(column for column in RESULT_COLUMNS if token_ids or column.name not in OPTIONAL_COLUMNS)
+def words_of_row(columns: Mapping[str, Any]) -> set[str]:
+    """Return which of `ROW_WORDS` a row asks for."""
+    return {word for word in ROW_WORDS if columns.get(word) is not None and columns[word] is not False}
 
 
-def output_names(input_names: Iterable[str], *, token_ids: bool) -> dict[str, str]:
+def result_columns(asked: Collection[str]) -> tuple[Column, ...]:
+    """Return our columns of a job that `asked` for these words, in the order of the output."""
+    return tuple(
+        column
+        for column in RESULT_COLUMNS
+        if column.name not in OPTIONAL_COLUMNS or OPTIONAL_COLUMNS[column.name] in asked
+    )
+
+
+def output_names(input_names: Iterable[str], asked: Collection[str]) -> dict[str, str]:
     """Map each column of ours to its name in the output; the renamed ones are those where key and value differ.
 
     An input column keeps its name and ours gets `cbatch_` before it, as often as it takes to be free, so that
@@ -66,7 +88,7 @@ def output_names(input_names: Iterable[str], *, token_ids: bool) -> dict[str, st
     """
     taken = set(input_names)
     names = {}
-    for column in result_columns(token_ids=token_ids):
+    for column in result_columns(asked):
         name = column.name
         while name in taken:
             name = PREFIX + name

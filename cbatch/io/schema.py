@@ -12,7 +12,7 @@ import pyarrow.types as pat
 
 from cbatch.errors import UsageError
 from cbatch.io.arrowform import JSON_TEXT, map_inner_types
-from cbatch.io.columns import RESULT_COLUMNS
+from cbatch.io.columns import RESULT_COLUMNS, TOP_LOGPROBS
 
 # The types by their spelling in `cbatch.io.columns`.
 ARROW_TYPES: dict[str, pa.DataType] = {
@@ -21,6 +21,10 @@ ARROW_TYPES: dict[str, pa.DataType] = {
     "string": pa.string(),
     "list<string>": pa.list_(pa.string()),
     "list<int64>": pa.list_(pa.int64()),
+    "list<double>": pa.list_(pa.float64()),
+    TOP_LOGPROBS: pa.list_(
+        pa.list_(pa.struct([("token", pa.string()), ("token_id", pa.int64()), ("logprob", pa.float64())]))
+    ),
     "struct<code: string, message: string>": pa.struct([("code", pa.string()), ("message", pa.string())]),
     "timestamp[us, UTC]": pa.timestamp("us", "UTC"),
 }

@@ -29,7 +29,7 @@ class Layout:
 
     path: Path
     order: Literal["input", "completion"]
-    return_token_ids: bool
+    asked: frozenset[str]  # words that ask for optional columns
     keep_columns: tuple[str, ...] | None
     schema: pa.Schema | None  # of the input's columns where it is known
     colliding_names: frozenset[str]  # columns of the input that are named like ours
@@ -39,7 +39,7 @@ class Layout:
     def names(self) -> dict[str, str]:
         """Our columns and what they are called in the output."""
         theirs = sorted(name for name in self.colliding_names if self.keeps(name))
-        return output_names(theirs, token_ids=self.return_token_ids)
+        return output_names(theirs, self.asked)
 
     def keeps(self, name: str) -> bool:
         """Whether a column of the input is in the output."""

@@ -20,6 +20,7 @@ FIELDS = (CUSTOM_ID, "method", "url", "body")
 CHAT_URL = "/v1/chat/completions"
 TEXT_URL = "/v1/completions"
 BAD_REQUEST = "invalid_request"
+TOP_LOGPROBS = "top_logprobs"  # of a chat, beside "logprobs": true
 
 # Fields of a body that say nothing about the completion, or only in other values than these.
 _NO_EFFECT = frozenset({"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
@@ -33,7 +34,6 @@ _ONLY: dict[str, tuple[object, ...]] = {
     "echo": (False,),
     "best_of": (1,),
     "suffix": ("",),
-    "top_logprobs": (0,),
 }
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens"}
 _PROMPT_FIELDS = frozenset({MESSAGES, PROMPT, TOOLS, TEMPLATE_KWARGS})
@@ -63,19 +63,25 @@ class BatchRequests:
             raise RowError(BAD_REQUEST, f"url must be {CHAT_URL} or {TEXT_URL}: it is {str(url)[:60]!r}")
         if not isinstance(body, dict):
             raise RowError(BAD_REQUEST, "body must be an object")
-        return self._params.read(self._parameters(body)), self._renderer.render(_prompt(body, url))
+        return self._params.read(self._parameters(body, url)), self._renderer.render(_prompt(body, url))
 
-    def _parameters(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _parameters(self, body: Mapping[str, Any], url: object) -> dict[str, Any]:
         """The parameters under our names; whatever else is no part of the prompt must change nothing."""
         parameters: dict[str, Any] = {}
         for name, value in body.items():
             if value is None or name in _PROMPT_FIELDS or name in _NO_EFFECT:
+                continue
+            if name == TOP_LOGPROBS and url == CHAT_URL:
                 continue
             ours = _OTHER_NAMES.get(name, name)
             if name not in _ONLY and self._params.meaning_of(ours) is not None:
                 parameters[ours] = value
             elif not any(type(value) is type(only) and value == only for only in _ONLY.get(name, ())):
                 raise RowError(BAD_REQUEST, f"body.{name} is not supported by this version")
+        if url == CHAT_URL and body.get(TOP_LOGPROBS):
+            if body.get("logprobs") is not True:
+                raise RowError(BAD_REQUEST, f"body.{TOP_LOGPROBS} needs logprobs to be true")
+            parameters["logprobs"] = body[TOP_LOGPROBS]
         return parameters
 
 
@@ -116,21 +122,51 @@ def to_response(entry: Entry) -> tuple[dict[str, Any], bool]:
 def _completion(entry: Entry) -> dict[str, Any]:
     body, result = entry.columns["body"], entry.result
     is_chat = entry.columns["url"] == CHAT_URL
-    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": result["finish_reason"]}
-    if is_chat:
-        choice["message"] = {"role": "assistant", "content": result["completion"], "refusal": None}
-    else:
-        choice["text"] = result["completion"]
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{entry.head.key.hex()}",
         "object": "chat.completion" if is_chat else "text_completion",
         "created": int(datetime.fromisoformat(result["scheduled_at"]).timestamp()),
         "model": body.get("model") or "",
-        "choices": [choice],
+        "choices": [_choice(0, result, is_chat=is_chat)],
         "usage": {
             "prompt_tokens": result["prompt_tokens"],
             "completion_tokens": result["completion_tokens"],
             "total_tokens": result["prompt_tokens"] + result["completion_tokens"],
             "prompt_tokens_details": {"cached_tokens": result["cached_tokens"]},
         },
+        # Not in the public format, and there only where asked for.
+        **{name: result[name] for name in ("prompt_token_logprobs", "prompt_top_logprobs") if name in result},
+    }
+
+
+def _choice(index: int, sample: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": sample["finish_reason"]}
+    if is_chat:
+        choice["message"] = {"role": "assistant", "content": sample["completion"], "refusal": None}
+    else:
+        choice["text"] = sample["completion"]
+    if sample.get("token_logprobs") is not None:
+        choice["logprobs"] = _chat_logprobs(sample) if is_chat else _text_logprobs(sample)
+    return choice
+
+
+def _chat_logprobs(sample: Mapping[str, Any]) -> dict[str, Any]:
+    top = sample.get(TOP_LOGPROBS) or [[]] * len(sample["tokens"])
+    content = [
+        _scored(token, logprob) | {TOP_LOGPROBS: [_scored(entry["token"], entry["logprob"]) for entry in entries]}
+        for token, logprob, entries in zip(sample["tokens"], sample["token_logprobs"], top, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _scored(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": None if "\ufffd" in token else list(token.encode())}
+
+
+def _text_logprobs(sample: Mapping[str, Any]) -> dict[str, Any]:
+    top = sample.get(TOP_LOGPROBS)
+    return {
+        "tokens": sample["tokens"],
+        "token_logprobs": sample["token_logprobs"],
+        TOP_LOGPROBS: top and [{entry["token"]: entry["logprob"] for entry in entries} for entries in top],
     }

@@ -23,6 +23,7 @@ INT_MAX = 2**31 - 1
 SEED_MAX = 2**63 - 1
 EXACT_FLOAT_MAX = 2**53  # beyond it a float no longer says which whole number was meant
 MAX_TEMPERATURE = 100.0
+MAX_LOGPROBS = 1000
 MAX_REPETITION = 100.0
 MAX_PENALTY = 2.0  # as in OpenAI's interface, and so is the next
 MAX_BIAS = 100.0
@@ -90,6 +91,13 @@ def parse_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(bias.items()))
 
 
+def parse_logprobs(value: object) -> int | None:
+    """Take how many of the likeliest tokens are wanted; true is none of them but the score, false no score at all."""
+    if isinstance(value, bool):
+        return 0 if value else None
+    return parse_int(0, MAX_LOGPROBS, value)
+
+
 def parse_top_k(value: object) -> int:
     """Take a whole number; -1, which other engines use for "all", is 0 here."""
     return max(0, parse_int(-1, INT_MAX, value))
@@ -110,7 +118,7 @@ def _penalty(name: str) -> Param:
 
 
 PARAMS = (
-    Param("max_tokens", "a whole number of at least 1", partial(parse_int, 1, INT_MAX)),
+    Param("max_tokens", "a whole number of at least 0", partial(parse_int, 0, INT_MAX)),
     Param("min_tokens", "a whole number of at least 0", partial(parse_int, 0, INT_MAX)),
     Param(
         "temperature",
@@ -137,13 +145,13 @@ PARAMS = (
     Param("include_stop_str_in_output", "true or false", parse_bool),
     Param("stop_token_ids", "a token id or a list of token ids", parse_token_ids),
     Param("ignore_eos", "true or false", parse_bool),
+    Param("logprobs", f"true, false or a whole number from 0 to {MAX_LOGPROBS}", parse_logprobs),
+    Param("prompt_logprobs", f"true, false or a whole number from 0 to {MAX_LOGPROBS}", parse_logprobs),
 )
 
 # Parameters that this version does not have, each with the values that change nothing and therefore pass.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "n": (1,),
-    "logprobs": (False,),
-    "prompt_logprobs": (False,),
     "json_schema": (),
     "json_object": (False,),
     "regex": (),

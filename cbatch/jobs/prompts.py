@@ -45,6 +45,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int]) -> str:
         """Decode without special tokens and without cleaning up spaces."""
 
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token by itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
@@ -108,16 +111,16 @@ class PromptEncoder:
     def _fit(self, ids: list[int], max_tokens: int | None) -> Encoded:
         """Refuse or cut a prompt that leaves no room for its completion."""
         limit = self._max_model_len
-        if len(ids) + (max_tokens or 1) <= limit:
+        if len(ids) + (1 if max_tokens is None else max_tokens) <= limit:
             return Encoded(ids)
         if self._on_overlong == "error" or (max_tokens or 0) >= limit:
-            completion = f" and max_tokens {max_tokens}" if max_tokens else ""
+            completion = "" if max_tokens is None else f" and max_tokens {max_tokens}"
             raise RowError(
                 PROMPT_TOO_LONG,
                 f"{len(ids)} prompt tokens{completion} do not fit the context of {limit}: shorten it, or cut it with "
                 "--on-overlong truncate-left or truncate-right",
             )
-        room = limit - (max_tokens or min(DEFAULT_MAX_TOKENS, limit // 4 or 1))
+        room = limit - (min(DEFAULT_MAX_TOKENS, limit // 4 or 1) if max_tokens is None else max_tokens)
         return Encoded(self._cut(ids, room), len(ids) - room)
 
     def _cut(self, ids: list[int], room: int) -> list[int]:

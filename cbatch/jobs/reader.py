@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cbatch.errors import RowError
-from cbatch.io.columns import PREFIX, RESULT_COLUMNS
+from cbatch.io.columns import PREFIX, RESULT_COLUMNS, words_of_row
 from cbatch.io.rows import Row
 from cbatch.jobs.keys import base_key, failed_key
 from cbatch.jobs.ledger import Claim, Ledger
@@ -59,6 +59,7 @@ class JobReader:
         self._own = own
         self._digest = hashlib.blake2b(digest_size=16)
         self.colliding_names: set[str] = set()  # the input's columns that are named like ours
+        self.asked: set[str] = set()  # words by which rows ask for optional columns
 
     @property
     def digest(self) -> str:
@@ -76,6 +77,7 @@ class JobReader:
 
     def _read(self, row: Row) -> JobRow:
         self.colliding_names.update(name for name in row.columns if is_like_ours(name))
+        self.asked |= words_of_row(row.columns)
         given: dict[str, object] = {}
         rendered: Rendered | None = None
         error = row.error

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from cbatch.engine.record import TokenLogprobs
 from cbatch.engine.request import RequestMetrics, RequestOutput
 from cbatch.errors import RowError
 from cbatch.io.jsonform import format_utc
@@ -21,6 +22,9 @@ class Decoder(Protocol):
 
     def decode(self, ids: list[int]) -> str:
         """Decode without special tokens."""
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,9 @@ def finished_entry(
         result["completion_tokens"] = len(output.token_ids)
         if session.return_token_ids:
             result["completion_token_ids"] = output.token_ids
+        if output.logprobs is not None:
+            result["tokens"] = [decoder.token_text(token_id) for token_id in output.token_ids]
+        result |= _logprobs("", output.logprobs, decoder) | _logprobs("prompt_", output.prompt_logprobs, decoder)
     head = Head(
         row.claim.key,
         ok=not failed,
@@ -90,6 +97,21 @@ def failed_entry(row: JobRow, error: RowError, session: Session) -> Entry:
 
 def _result(row: JobRow) -> dict[str, Any]:
     return {"row": row.index, "completion": None, "attempt": row.claim.num_attempts + 1}
+
+
+def _logprobs(prefix: str, scores: TokenLogprobs | None, decoder: Decoder) -> dict[str, Any]:
+    if scores is None:
+        return {}
+    columns: dict[str, Any] = {f"{prefix}token_logprobs": scores.tokens}
+    if scores.top is not None:
+        columns[f"{prefix}top_logprobs"] = [
+            None if top is None else [_scored(decoder, *entry) for entry in top] for top in scores.top
+        ]
+    return columns
+
+
+def _scored(decoder: Decoder, token_id: int, logprob: float) -> dict[str, Any]:
+    return {"token": decoder.token_text(token_id), "token_id": token_id, "logprob": logprob}
 
 
 def _latency(metrics: RequestMetrics) -> dict[str, Any]:

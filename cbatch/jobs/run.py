@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,6 +19,7 @@ from typing import Any, Literal
 from cbatch.config import EngineConfig, JobConfig
 from cbatch.engine.stats import EngineStats
 from cbatch.errors import EXIT_FAILED, EXIT_OK, RowError
+from cbatch.io.columns import ROW_WORDS
 from cbatch.io.rows import Row
 from cbatch.jobs import report as reporting
 from cbatch.jobs.assemble import Layout
@@ -273,7 +274,7 @@ class _JobRun:
         layout = Layout(
             self._setup.paths.output,
             self._job.order,
-            self._job.return_token_ids,
+            self._words_asked(reader.asked if surveyed is None else surveyed.asked),
             self._job.keep_columns,
             schema if schema is not None or surveyed is None else surveyed.schema,
             frozenset(reader.colliding_names) if surveyed is None else surveyed.colliding_names,
@@ -293,6 +294,12 @@ class _JobRun:
         tally = self._writer.tally
         failed = tally.num_errors > self._job.error_tolerance * tally.num_rows
         return self._summary("done" if is_new else "unchanged", EXIT_FAILED if failed else EXIT_OK, report)
+
+    def _words_asked(self, by_rows: Collection[str]) -> frozenset[str]:
+        """Which optional columns the output has: the same in every shard, and whatever rows were finished before."""
+        words = {word for word in ROW_WORDS if self._job.sampling.get(word) is not None}
+        words |= set(by_rows) if self._job.row_params else set()
+        return frozenset(words | ({"return_token_ids"} if self._job.return_token_ids else set()))
 
     def _session_figures(self) -> SessionFigures:
         engine, tally = self._engine, self._writer.tally

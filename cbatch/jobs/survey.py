@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cbatch.errors import InputError
+from cbatch.io.columns import words_of_row
 from cbatch.io.rows import Row
 from cbatch.io.sources import Source
 from cbatch.io.streams import STDIN
@@ -33,6 +34,7 @@ class Survey:
 
     num_rows: int
     colliding_names: frozenset[str]  # columns that are named like ours
+    asked: frozenset[str]  # words by which rows ask for optional columns
     schema: pa.Schema | None  # found over all rows, where asked for
 
 
@@ -51,13 +53,16 @@ def survey(rows: Iterable[Row], *, infer: bool, tick: Callable[[], None]) -> Sur
         inference = TypeInference()
     num_rows = 0
     names: set[str] = set()
+    asked: set[str] = set()
     for row in rows:
         tick()
         num_rows += 1
         names.update(name for name in row.columns if is_like_ours(name))
+        asked |= words_of_row(row.columns)
         if inference is not None:
             inference.observe(row.columns)
-    return Survey(num_rows, frozenset(names), inference.schema() if inference is not None else None)
+    schema = inference.schema() if inference is not None else None
+    return Survey(num_rows, frozenset(names), frozenset(asked), schema)
 
 
 def check_custom_ids(rows: Iterable[Row], tick: Callable[[], None]) -> None:

@@ -51,7 +51,8 @@ class Tokenizer:
         self._encode_plainly, self._decode = _backend(tokenizer)
         self.num_tokens = max(tokenizer.get_vocab().values()) + 1  # ids, holes included
         added = tokenizer.added_tokens_decoder.items()
-        self._special_ids = {token.content: token_id for token_id, token in added if token.special}
+        self._special_texts = {token_id: token.content for token_id, token in added if token.special}
+        self._special_ids = {text: token_id for token_id, text in self._special_texts.items()}
         self._bos: int | None = tokenizer.bos_token_id
         self._eos: int | None = tokenizer.eos_token_id
         self._prefix, self._suffix = self._special_tokens_around()
@@ -100,6 +101,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Decode to text; special tokens and ids beyond the tokenizer's vocabulary give nothing."""
         return self._decode([token for token in ids if token < self.num_tokens])
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token by itself: a special one's name, "\ufffd" for a part of a character."""
+        return self._special_texts.get(token_id) or self.decode([token_id])
 
     def special_token_id(self, text: str) -> int | None:
         """Return the special token that is written so; None where it is none, and decoding would show it."""

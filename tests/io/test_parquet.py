@@ -21,7 +21,7 @@ from cbatch.io.schema import ARROW_TYPES, output_schema
 from cbatch.io.sinks import open_sink
 from cbatch.io.sources import Source, open_source
 
-NAMES = output_names([], token_ids=True)
+NAMES = output_names([], {"return_token_ids", "logprobs", "prompt_logprobs"})
 RESULT = {
     "row": 0,
     "completion": "text",
@@ -62,7 +62,7 @@ def write_table(path: Path, columns: dict[str, Any], **options: Any) -> str:
 
 def copy(source: Source, path: Path) -> pa.Table:
     """What a job does with its rows, their way through the journal included."""
-    names = output_names(source.schema.names if source.schema else [], token_ids=False)
+    names = output_names(source.schema.names if source.schema else [], ())
     records = [load(dump(merge_record(row.columns, {"row": row.index}, names))) for row in source]
     schema = source.schema
     if schema is None:

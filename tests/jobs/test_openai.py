@@ -78,6 +78,40 @@ def test_responses_are_what_the_public_client_expects(bench: Bench) -> None:
     assert bench.rows()[0]["response"]["body"]["usage"]["completion_tokens"] == 3
 
 
+def test_log_probabilities_are_answered_as_the_public_client_expects(bench: Bench) -> None:
+    pytest.importorskip("openai")
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion
+
+    bench.write(
+        [
+            chat("both", logprobs=True, top_logprobs=2, max_tokens=4),
+            chat("own", logprobs=True, max_tokens=4),
+            chat("none", logprobs=False, top_logprobs=0),
+            text("text", "once", logprobs=2, max_tokens=4),
+            text("prompt", "once", prompt_logprobs=0, max_tokens=0),
+            chat("torn", top_logprobs=2),
+        ]
+    )
+    bench.run()
+    bodies = {row["custom_id"]: row["response"]["body"] for row in bench.rows()}
+    for name, count in (("both", 2), ("own", 0)):
+        scores = ChatCompletion.model_validate(bodies[name], strict=True).choices[0].logprobs
+        assert scores is not None
+        assert scores.content is not None
+        assert "".join(token.token for token in scores.content) == bodies[name]["choices"][0]["message"]["content"]
+        assert [(token.logprob, len(token.top_logprobs)) for token in scores.content] == [(-0.5, count)] * 4
+        assert all(bytes(token.bytes or []).decode() == token.token for token in scores.content)
+    assert bodies["none"]["choices"][0]["logprobs"] is None
+    logprobs = Completion.model_validate(bodies["text"], strict=True).choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs == [-0.5] * 4
+    assert [len(top) for top in logprobs.top_logprobs or []] == [2] * 4
+    assert bodies["prompt"]["choices"][0]["text"] == ""
+    assert bodies["prompt"]["prompt_token_logprobs"] == [None, -0.5, -0.5, -0.5, -0.5]
+    assert "needs logprobs to be true" in errors(bench)[0]["error"]["message"]
+
+
 def test_requests_are_what_the_public_client_sends(bench: Bench) -> None:
     """Every field of the public parameters is either run, without effect, or refused: none is ignored."""
     pytest.importorskip("openai")

@@ -24,6 +24,7 @@ def refused(column: str, value: object) -> RowError:
 @pytest.mark.parametrize(
     ("name", "value", "parsed"),
     [
+        ("max_tokens", 0, 0),
         ("max_tokens", 1, 1),
         ("max_tokens", 128.0, 128),
         ("temperature", 0, 0.0),
@@ -53,6 +54,12 @@ def refused(column: str, value: object) -> RowError:
         ("stop_token_ids", 5, (5,)),
         ("stop_token_ids", [7, 5.0, 7], (7, 5)),
         ("stop_token_ids", [], ()),
+        ("logprobs", 0, 0),
+        ("logprobs", 1, 1),
+        ("logprobs", 5.0, 5),
+        ("logprobs", True, 0),
+        ("logprobs", False, None),
+        ("prompt_logprobs", 1000, 1000),
     ],
 )
 def test_right_values_are_taken_as_they_are_meant(name: str, value: object, parsed: object) -> None:
@@ -64,7 +71,6 @@ def test_right_values_are_taken_as_they_are_meant(name: str, value: object, pars
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_tokens", 0),
         ("max_tokens", -5),
         ("max_tokens", True),
         ("max_tokens", "5"),
@@ -115,6 +121,10 @@ def test_right_values_are_taken_as_they_are_meant(name: str, value: object, pars
         ("stop_token_ids", ["5"]),
         ("stop_token_ids", True),
         ("stop_token_ids", "5"),
+        ("logprobs", -1),
+        ("logprobs", 10**6),
+        ("logprobs", "yes"),
+        ("prompt_logprobs", 1.5),
     ],
 )
 def test_a_wrong_value_is_an_error_that_names_field_and_range(name: str, value: object) -> None:
@@ -184,8 +194,6 @@ def test_ordinary_columns_pass(column: str) -> None:
     [
         ("n", 2),
         ("n", True),
-        ("logprobs", 0),
-        ("logprobs", True),
         ("json_schema", {}),
         ("choice", []),
     ],
@@ -197,7 +205,11 @@ def test_a_parameter_that_does_not_work_yet_is_refused_and_not_ignored(name: str
 
 
 def test_values_that_change_nothing_pass() -> None:
-    assert read(n=1, logprobs=False, prompt_logprobs=False) == {}
+    assert read(n=1, json_object=False) == {}
+
+
+def test_a_row_can_leave_out_what_the_command_line_asks_for() -> None:
+    assert resolve(ParamReader({"logprobs": 3}).read({"logprobs": False}), {}, seed=0).logprobs is None
 
 
 def test_a_row_may_not_want_more_tokens_than_it_may_have() -> None:

@@ -51,7 +51,7 @@ def test_the_columns_are_the_inputs_and_then_ours(bench: Bench) -> None:
     bench.write([{"id": "007", "prompt": "a", "nested": {"x": [1, None]}}])
     bench.run()
     (row,) = bench.rows()
-    assert list(row) == ["id", "prompt", "nested", *(column.name for column in result_columns(token_ids=False))]
+    assert list(row) == ["id", "prompt", "nested", *(column.name for column in result_columns(()))]
     assert (row["id"], row["nested"]) == ("007", {"x": [1, None]})
     assert row["ttft_s"] == pytest.approx(row["queue_s"] + row["prefill_s"])
     assert row["scheduled_at"].endswith("Z")
@@ -254,7 +254,7 @@ def test_parquet_has_one_schema_whatever_the_rows_are(bench: Bench) -> None:
         bench.write(rows)
         bench.run(restart=True)
         schema = pq.read_schema(bench.output)
-        schemas.append([schema.field(column.name) for column in result_columns(token_ids=False)])
+        schemas.append([schema.field(column.name) for column in result_columns(())])
     assert all(schema == schemas[0] for schema in schemas)
 
 

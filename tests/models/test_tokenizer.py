@@ -201,3 +201,16 @@ def test_a_saved_tokenizer_loads_as_it_was(tiny_llama: Path) -> None:
 def test_a_folder_without_tokenizer_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the tokenizer"):
         load_tokenizer(ModelSource(str(tmp_path)))
+
+
+def test_a_token_has_its_own_text_whatever_it_is() -> None:
+    tokenizer = Tokenizer(build_tiny_tokenizer(), 300)
+    special = tokenizer.special_token_id("<|im_end|>")
+    assert special is not None
+    assert tokenizer.special_token_id("the") is None
+    assert tokenizer.token_text(special) == "<|im_end|>"
+    (e_acute, *_) = tokenizer.encode("é")[1:]
+    assert tokenizer.token_text(e_acute) == "\ufffd"
+    assert tokenizer.token_text(tokenizer.encode("\n")[1]) == "\n"
+    assert tokenizer.token_text(299) == ""
+    assert [tokenizer.token_text(token) for token in tokenizer.encode("the end")[1:]] == ["the", " ", "en", "d"]

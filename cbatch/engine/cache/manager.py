@@ -86,6 +86,8 @@ class CacheManager:
         """Count the blocks that `request` could take from others."""
         if request.host_pages:
             return request.num_computed_tokens // page_size
+        if request.scores_prompt and request.logprobs is not None:
+            return request.logprobs.num_scored // page_size
         # At least one token is computed, or there would be no logits to sample from.
         return (request.num_tokens - 1) // page_size
 

@@ -1,0 +1,91 @@
+"""Scores tokens by the model's own distribution: before temperature, penalties and everything else that sampling does.
+
+Called by the model runner for the rows that ask. What comes of it is added to the requests' records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cbatch.engine.record import LogprobRecord, TopTokens
+from cbatch.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """Positions of a prompt whose logits a step computes, each to score the token after it."""
+
+    request: Request
+    first: int
+    count: int
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.request.prompt.token_ids[self.first + 1 : self.first + 1 + self.count]
+
+
+def part_of_prompt(request: Request, start: int, stop: int) -> PromptPart | None:
+    """Tell what a step that computes the positions from `start` to `stop` adds to the scores of a prompt."""
+    if request.logprobs is None or not request.scores_prompt:
+        return None
+    first = request.logprobs.num_scored
+    assert start <= first, "what was found in the cache has no logits"
+    count = min(stop, request.num_prompt_tokens - 1) - first
+    return PromptPart(request, first, count) if count > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringBatch:
+    """What a step scores: chosen tokens of some of its R sampling rows, and the prompt parts in the rows behind."""
+
+    rows: list[int]  # which of the R
+    records: list[LogprobRecord]  # theirs
+    parts: list[PromptPart]
+
+    @classmethod
+    def build(cls, sampling: Sequence[Request], parts: list[PromptPart]) -> ScoringBatch | None:
+        """Collect who asks for scores; None where nobody does."""
+        asking = [
+            (row, record)
+            for row, record in enumerate(request.logprobs for request in sampling)
+            if record is not None and record.num_top is not None
+        ]
+        if not (asking or parts):
+            return None
+        return cls([row for row, _ in asking], [record for _, record in asking], parts)
+
+    def score(self, logits: Tensor, tokens: Tensor, num_tokens: int) -> None:
+        """Score by logits [R + the parts' rows, vocab] the chosen `tokens` [R] and the prompts' own.
+
+        The likeliest ones are among the first `num_tokens` ids. Changes the records.
+        """
+        num_in_parts = sum(part.count for part in self.parts)
+        rows = torch.tensor([*self.rows, *range(len(tokens), len(tokens) + num_in_parts)], device=logits.device)
+        prompts = torch.tensor([token_id for part in self.parts for token_id in part.token_ids], device=tokens.device)
+        scored = iter(_score(logits[rows], torch.cat([tokens[self.rows], prompts.long()]), self._num_top(), num_tokens))
+        # Only now, when nothing can fail any more: a step that runs out of memory runs again.
+        for record in self.records:
+            record.add_generated(*next(scored))
+        for part in self.parts:
+            assert part.request.logprobs is not None
+            for _ in range(part.count):
+                part.request.logprobs.add_prompt(*next(scored))
+
+    def _num_top(self) -> int:
+        wanted = [record.num_top for record in self.records]
+        wanted += [part.request.logprobs.num_prompt_top for part in self.parts if part.request.logprobs is not None]
+        return max(count or 0 for count in wanted)
+
+
+def _score(logits: Tensor, token_ids: Tensor, num_top: int, num_tokens: int) -> list[tuple[float, TopTokens]]:
+    """Give the log-probability of one token per row of logits [n, vocab], and the likeliest ones with theirs."""
+    logits = logits.float()
+    total = torch.logsumexp(logits, dim=-1, keepdim=True)
+    chosen = (logits.gather(-1, token_ids[:, None]) - total)[:, 0].tolist()
+    top = logits[:, :num_tokens].topk(num_top, dim=-1)
+    ids, values = top.indices.tolist(), (top.values - total).tolist()
+    return [(chosen[row], list(zip(ids[row], values[row], strict=True))) for row in range(len(chosen))]
