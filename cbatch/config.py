@@ -52,6 +52,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # taken once for every time that they are in it
     logit_bias: tuple[tuple[int, float], ...] = ()  # token, and what is added to its logit
     seed: int = 0  # together with the position decides the random stream
+    n: int = 1  # samples, each with a stream of its own
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +23,7 @@ from typing import Any
 from cbatch.config import DEFAULT_MAX_TOKENS, EngineConfig
 from cbatch.engine.record import TokenLogprobs
 from cbatch.engine.request import Prompt, RequestMetrics, RequestOutput
+from cbatch.engine.samples import join_samples, sample_seed
 from cbatch.engine.stats import EngineStats
 from cbatch.errors import CbatchError, EngineError, RowError
 
@@ -133,6 +134,18 @@ class StubEngine:
                     time.sleep(0.001)
                 yield refused
 
+    def _all_samples(self, request: _Running) -> RequestOutput:
+        prompt, sampling = request.prompt, request.prompt.sampling
+        if sampling.n == 1:
+            return _output(request)
+        outputs = []
+        for sample in range(sampling.n):
+            one = replace(sampling, n=1, seed=sample_seed(sampling.seed, sample))
+            planned = plan_completion(replace(prompt, sampling=one), self.tokenizer, self.plan.max_model_len)
+            planned.scheduled_at, planned.given_at = request.scheduled_at, request.given_at
+            outputs.append(_output(planned))
+        return join_samples(outputs)
+
     def drop_waiting(self) -> list[int]:
         dropped = [request.prompt.request_id for request in self._waiting]
         self._waiting.clear()
@@ -171,7 +184,7 @@ class StubEngine:
             self.stats.output_tokens += request.num_done <= len(request.token_ids)
             if request.num_done >= len(request.token_ids):
                 self._running.remove(request)
-                finished.append(_output(request))
+                finished.append(self._all_samples(request))
         self.stats.cache_usage = len(self._running) / self.plan.max_requests_per_batch
         self.stats.generate_s += time.perf_counter() - started
         return finished

@@ -94,6 +94,13 @@ SAMPLING_SETTINGS = (
         metavar="N",
     ),
     Setting(
+        name="n",
+        target=SamplingParams,
+        panel=SAMPLING,
+        help="Samples of each prompt, in the column completions.",
+        metavar="N",
+    ),
+    Setting(
         name="stop",
         target=SamplingParams,
         panel=SAMPLING,

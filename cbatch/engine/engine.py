@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -22,6 +23,7 @@ from cbatch.engine.output import empty_output, failed_output, finished_output
 from cbatch.engine.plan import EnginePlan, check_config, plan_engine
 from cbatch.engine.request import Prompt, RequestOutput
 from cbatch.engine.runner import ModelRunner
+from cbatch.engine.samples import SampleGroups
 from cbatch.engine.scheduler import SCHEDULERS, FinishedRequest, StepLimits, StepPlan
 from cbatch.engine.stats import EngineStats
 from cbatch.errors import EngineError, RowError
@@ -55,6 +57,7 @@ class Engine:
         self.load_s = 0.0
         self.stats = EngineStats()
         self._intake = Intake(cache, plan.max_model_len, loaded.tokenizer, loaded.eos_token_ids)
+        self._groups = SampleGroups()
         self._cache = cache
         self._runner = runner
         limits = StepLimits(
@@ -122,11 +125,17 @@ class Engine:
                     time.sleep(IDLE_SLEEP_S)
                 yield outputs
         finally:
+            self._groups.clear()
             self._scheduler.abandon()  # what a caller that stops early leaves behind is no part of its next call
 
     def drop_waiting(self) -> list[int]:
-        """Forget the requests that never ran, and return their ids."""
-        return [request.request_id for request in self._scheduler.drop_waiting()]
+        """Forget the prompts of which nothing ever ran, and return their ids."""
+        dropped = self._scheduler.drop_waiting()
+        counts = Counter(request.request_id for request in dropped)
+        for request in dropped:
+            if counts[request.request_id] < request.prompt.sampling.n:  # other samples of it run
+                self._scheduler.add(request)
+        return list(dict.fromkeys(r.request_id for r in dropped if counts[r.request_id] == r.prompt.sampling.n))
 
     def _step(self) -> list[RequestOutput]:
         began = time.perf_counter()
@@ -145,7 +154,8 @@ class Engine:
         self._began = began if self._began is None else self._began
         self.stats.generate_s = ended - self._began
         self.stats.schedule_s += (scheduled - began) + (ended - ran)
-        return [finished_output(f, ended) for f in finished]
+        outputs = (self._groups.collect(f.request, finished_output(f, ended)) for f in finished)
+        return [output for output in outputs if output is not None]
 
     def _run(self, plan: StepPlan) -> tuple[StepPlan, list[int | RowError]]:
         """Compute a step, a smaller one each time that memory runs out; give what ran. Raises EngineError."""
@@ -179,13 +189,16 @@ class Engine:
     def _submit(self, prompt: Prompt) -> RequestOutput | None:
         """Queue a prompt, or answer at once where it can never work."""
         try:
-            request = self._intake.request(prompt)
+            requests = self._intake.requests(prompt)
         except RowError as error:
             return failed_output(prompt, error)
-        if request.max_tokens == 0 and not request.scores_prompt:
-            return empty_output(request)
-        self._scheduler.add(request)
-        return None
+        output = None
+        for request in requests:
+            if request.max_tokens > 0 or request.scores_prompt:
+                self._scheduler.add(request)
+            else:
+                output = self._groups.collect(request, empty_output(request))
+        return output
 
     def _count(self, plan: StepPlan, finished: Sequence[FinishedRequest], num_generated: int) -> None:
         stats = self.stats
@@ -199,8 +212,9 @@ class Engine:
         stats.output_tokens += num_generated
         stats.cache_usage = self._cache.usage
         for request in (f.request for f in finished):
-            stats.prompt_tokens += request.num_prompt_tokens
-            stats.cached_tokens += request.cached_tokens
+            if request.sample == 0:  # a prompt counts once
+                stats.prompt_tokens += request.num_prompt_tokens
+                stats.cached_tokens += request.cached_tokens
             stats.computed_tokens += request.computed_tokens
             stats.recomputed_tokens += request.recomputed_tokens
 

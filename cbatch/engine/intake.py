@@ -28,23 +28,28 @@ class Intake:
         self._tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
 
-    def request(self, prompt: Prompt) -> Request:
-        """Make the request of a prompt. Raises RowError where it, or what it asks for, can never work."""
+    def requests(self, prompt: Prompt) -> list[Request]:
+        """Make a prompt's requests, one a sample. Raises RowError where it, or what it asks for, can never work."""
         params = prompt.sampling
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         self._check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
         self._check_logprobs("logprobs", params.logprobs)
         self._check_logprobs("prompt_logprobs", params.prompt_logprobs)
-        return Request(
-            prompt=prompt,
-            max_tokens=self._max_tokens(prompt),
-            created_at=time.perf_counter(),
-            stopping=self._stopping(params),
-            token_ids=list(prompt.token_ids),
-            tables=[[] for _ in self._cache.allocators],
-            history=_history(prompt),
-            logprobs=_record(params),
-        )
+        max_tokens, now = self._max_tokens(prompt), time.perf_counter()
+        return [
+            Request(
+                prompt=prompt,
+                max_tokens=max_tokens,
+                created_at=now,
+                stopping=self._stopping(params),
+                token_ids=list(prompt.token_ids),
+                tables=[[] for _ in self._cache.allocators],
+                sample=sample,
+                history=_history(prompt),
+                logprobs=_record(params, sample),
+            )
+            for sample in range(params.n)
+        ]
 
     def _max_tokens(self, prompt: Prompt) -> int:
         """Decide how many tokens a prompt may get."""
@@ -110,7 +115,8 @@ def _history(prompt: Prompt) -> TokenHistory | None:
     return TokenHistory(prompt.token_ids, counts_prompt=repeats)
 
 
-def _record(params: SamplingParams) -> LogprobRecord | None:
-    if params.logprobs is None and params.prompt_logprobs is None:
+def _record(params: SamplingParams, sample: int) -> LogprobRecord | None:
+    of_prompt = params.prompt_logprobs if sample == 0 else None  # the same for all
+    if params.logprobs is None and of_prompt is None:
         return None
-    return LogprobRecord(params.logprobs, params.prompt_logprobs)
+    return LogprobRecord(params.logprobs, of_prompt)

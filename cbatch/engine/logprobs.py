@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from cbatch.engine.record import LogprobRecord, TopTokens
 from cbatch.engine.request import Request
+
+MAX_SCORED = 2**21  # logits that are scored at a time, which bounds what that takes beside them
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,13 @@ class ScoringBatch:
         num_in_parts = sum(part.count for part in self.parts)
         rows = torch.tensor([*self.rows, *range(len(tokens), len(tokens) + num_in_parts)], device=logits.device)
         prompts = torch.tensor([token_id for part in self.parts for token_id in part.token_ids], device=tokens.device)
-        scored = iter(_score(logits[rows], torch.cat([tokens[self.rows], prompts.long()]), self._num_top(), num_tokens))
+        token_ids = torch.cat([tokens[self.rows], prompts.long()])
+        most, num_top = max(1, MAX_SCORED // logits.shape[-1]), self._num_top()
+        pieces = [
+            _score(logits[rows[start : start + most]], token_ids[start : start + most], num_top, num_tokens)
+            for start in range(0, len(rows), most)
+        ]
+        scored = chain.from_iterable(pieces)
         # Only now, when nothing can fail any more: a step that runs out of memory runs again.
         for record in self.records:
             record.add_generated(*next(scored))

@@ -63,6 +63,7 @@ class RequestOutput:
     text_suffix: str = ""  # a special token that ended it, where it was to be included
     logprobs: TokenLogprobs | None = None  # of `token_ids`, where asked for
     prompt_logprobs: TokenLogprobs | None = None
+    samples: tuple[RequestOutput, ...] = ()  # all of them, where more than one was asked for; the rest is the first's
     error: RowError | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
@@ -88,6 +89,7 @@ class Request:
     stopping: StopCondition
     token_ids: list[int]  # prompt and generated
     tables: list[list[int]]  # one block table per allocator
+    sample: int = 0  # which of its prompt's samples it is
     history: TokenHistory | None = None  # where penalties need it; written by the sampler
     logprobs: LogprobRecord | None = None  # where they are asked for; written by the model runner
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, as far as needed

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from cbatch.engine.edits import LogitEdits, must_go_on
 from cbatch.engine.request import Request
+from cbatch.engine.samples import sample_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class SamplingBatch:
         rows = [row for row, request in enumerate(requests) if not _takes_likeliest(request)]
         asking = [requests[row] for row in rows]
         params = [request.prompt.sampling for request in asking]
-        seeds = np.array([p.seed % 2**64 for p in params], dtype=np.uint64)
+        seeds = [sample_seed(request.prompt.sampling.seed, request.sample) % 2**64 for request in asking]
         positions = np.array([request.num_tokens for request in asking], dtype=np.uint64)
         return cls(
             rows=np.array(rows, dtype=np.int64),
@@ -54,7 +55,7 @@ class SamplingBatch:
             top_p=np.array([p.top_p for p in params], dtype=np.float32),
             top_k=np.array([p.top_k for p in params], dtype=np.int64),
             min_p=np.array([p.min_p for p in params], dtype=np.float32),
-            uniform=uniform_numbers(seeds, positions),
+            uniform=uniform_numbers(np.array(seeds, dtype=np.uint64), positions),
             edits=LogitEdits.build(asking),
         )
 

@@ -25,9 +25,9 @@ class Column:
 TOP_LOGPROBS = "list<list<struct<token: string, token_id: int64, logprob: double>>>"
 RESULT_COLUMNS = (
     Column("row", "int64", "input row, counted from 0 over the whole input"),
-    Column("completion", "string", "generated text; null where the row failed"),
+    Column("completion", "string", "generated text, of the first sample where n > 1; null where the row failed"),
     Column("completions", "list<string>", "all samples where n > 1, else null"),
-    Column("finish_reason", "string", "stop, length or error"),
+    Column("finish_reason", "string", "stop, length or error; where n > 1, length if any sample was cut"),
     Column(
         "stop_reason",
         "string",
@@ -38,10 +38,10 @@ RESULT_COLUMNS = (
     Column("prompt_tokens", "int64", "tokens of the prompt"),
     Column("cached_tokens", "int64", "prompt tokens reused from the cache, not computed"),
     Column("recomputed_tokens", "int64", "tokens computed again after a soft reset"),
-    Column("completion_tokens", "int64", "generated tokens, an ending EOS or stop token included"),
-    Column("completion_token_ids", "list<int64>", "generated token ids; only with --return-token-ids"),
-    Column("token_logprobs", "list<double>", "log-probability of each generated token"),
-    Column("top_logprobs", TOP_LOGPROBS, "the likeliest tokens in the place of each generated one, best first"),
+    Column("completion_tokens", "int64", "generated tokens of all samples, an ending EOS or stop token included"),
+    Column("completion_token_ids", "list<int64>", "token ids of completion; only with --return-token-ids"),
+    Column("token_logprobs", "list<double>", "log-probability of each token of completion"),
+    Column("top_logprobs", TOP_LOGPROBS, "the likeliest tokens in the place of each of them, best first"),
     Column("prompt_token_logprobs", "list<double>", "log-probability of each prompt token, null for the first"),
     Column("prompt_top_logprobs", TOP_LOGPROBS, "the likeliest tokens in the place of each prompt token"),
     Column("scheduled_at", "timestamp[us, UTC]", "when the request was first scheduled (UTC)"),
@@ -68,7 +68,7 @@ ROW_WORDS = frozenset({"logprobs", "prompt_logprobs"})  # those of them that a r
 
 def words_of_row(columns: Mapping[str, Any]) -> set[str]:
     """Return which of `ROW_WORDS` a row asks for."""
-    return {word for word in ROW_WORDS if columns.get(word) is not None and columns[word] is not False}
+    return {word for word in ROW_WORDS if not (columns.get(word) in (None, "") or columns[word] is False)}
 
 
 def result_columns(asked: Collection[str]) -> tuple[Column, ...]:

@@ -14,6 +14,7 @@ from cbatch.errors import RowError
 from cbatch.jobs.journal import Entry
 from cbatch.jobs.params import ParamReader
 from cbatch.jobs.rendering import MESSAGES, PROMPT, TEMPLATE_KWARGS, TOKEN_IDS, TOOLS, Rendered, Renderer
+from cbatch.jobs.results import SAMPLES
 
 CUSTOM_ID = "custom_id"
 FIELDS = (CUSTOM_ID, "method", "url", "body")
@@ -127,7 +128,7 @@ def _completion(entry: Entry) -> dict[str, Any]:
         "object": "chat.completion" if is_chat else "text_completion",
         "created": int(datetime.fromisoformat(result["scheduled_at"]).timestamp()),
         "model": body.get("model") or "",
-        "choices": [_choice(0, result, is_chat=is_chat)],
+        "choices": [_choice(i, sample, is_chat=is_chat) for i, sample in enumerate(result.get(SAMPLES) or [result])],
         "usage": {
             "prompt_tokens": result["prompt_tokens"],
             "completion_tokens": result["completion_tokens"],

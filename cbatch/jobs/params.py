@@ -24,6 +24,7 @@ SEED_MAX = 2**63 - 1
 EXACT_FLOAT_MAX = 2**53  # beyond it a float no longer says which whole number was meant
 MAX_TEMPERATURE = 100.0
 MAX_LOGPROBS = 1000
+MAX_SAMPLES = 1024
 MAX_REPETITION = 100.0
 MAX_PENALTY = 2.0  # as in OpenAI's interface, and so is the next
 MAX_BIAS = 100.0
@@ -141,6 +142,7 @@ PARAMS = (
         parse_logit_bias,
     ),
     Param("seed", "a whole number from 0 to 2^63 - 1", partial(parse_int, 0, SEED_MAX)),
+    Param("n", f"a whole number from 1 to {MAX_SAMPLES}", partial(parse_int, 1, MAX_SAMPLES)),
     Param("stop", "a string or a list of strings, none of them empty", parse_stop),
     Param("include_stop_str_in_output", "true or false", parse_bool),
     Param("stop_token_ids", "a token id or a list of token ids", parse_token_ids),
@@ -151,7 +153,6 @@ PARAMS = (
 
 # Parameters that this version does not have, each with the values that change nothing and therefore pass.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "json_schema": (),
     "json_object": (False,),
     "regex": (),

@@ -16,6 +16,8 @@ from cbatch.jobs.journal import Entry, Head
 from cbatch.jobs.prompts import PROMPT_TOO_LONG
 from cbatch.jobs.reader import JobRow
 
+SAMPLES = "samples"  # in the journal only: each of n > 1 by itself
+
 
 class Decoder(Protocol):
     """The part of a tokenizer that turns ids into text."""
@@ -61,14 +63,17 @@ def finished_entry(
     if output.error is not None:
         result["error"] = RowError(output.error.code, f"{row.row.location}: {output.error.message}").as_dict()
     else:
-        result["completion"] = output.text(decoder.decode)
+        samples = output.samples or (output,)
+        texts = [sample.text(decoder.decode) for sample in samples]
+        result |= _sample(output, texts[0], decoder)
         result["stop_reason"] = output.stop_reason
-        result["completion_tokens"] = len(output.token_ids)
+        result["completion_tokens"] = sum(len(sample.token_ids) for sample in samples)
         if session.return_token_ids:
             result["completion_token_ids"] = output.token_ids
-        if output.logprobs is not None:
-            result["tokens"] = [decoder.token_text(token_id) for token_id in output.token_ids]
-        result |= _logprobs("", output.logprobs, decoder) | _logprobs("prompt_", output.prompt_logprobs, decoder)
+        if output.samples:
+            result["completions"] = texts
+            result[SAMPLES] = [_sample(*pair, decoder) for pair in zip(samples, texts, strict=True)]
+        result |= _logprobs("prompt_", output.prompt_logprobs, decoder)
     head = Head(
         row.claim.key,
         ok=not failed,
@@ -97,6 +102,14 @@ def failed_entry(row: JobRow, error: RowError, session: Session) -> Entry:
 
 def _result(row: JobRow) -> dict[str, Any]:
     return {"row": row.index, "completion": None, "attempt": row.claim.num_attempts + 1}
+
+
+def _sample(output: RequestOutput, text: str, decoder: Decoder) -> dict[str, Any]:
+    """What is known of one sample."""
+    result: dict[str, Any] = {"completion": text, "finish_reason": output.finish_reason}
+    if output.logprobs is not None:
+        result["tokens"] = [decoder.token_text(token_id) for token_id in output.token_ids]
+    return result | _logprobs("", output.logprobs, decoder)
 
 
 def _logprobs(prefix: str, scores: TokenLogprobs | None, decoder: Decoder) -> dict[str, Any]:

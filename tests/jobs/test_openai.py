@@ -10,6 +10,7 @@ import pytest
 
 from cbatch.config import SamplingParams
 from cbatch.engine.request import Prompt
+from cbatch.engine.samples import sample_seed
 from cbatch.errors import InputError
 from tests.jobs.jobkit import Bench, read_rows
 from tests.stub_engine import StubTokenizer, expected_text
@@ -76,6 +77,23 @@ def test_responses_are_what_the_public_client_expects(bench: Bench) -> None:
         assert body.choices[0].finish_reason in ("stop", "length")
         assert body.created > 1_600_000_000
     assert bench.rows()[0]["response"]["body"]["usage"]["completion_tokens"] == 3
+
+
+def test_every_sample_is_a_choice(bench: Bench) -> None:
+    pytest.importorskip("openai")
+    from openai.types.chat import ChatCompletion
+
+    bench.write([chat("a", n=3, temperature=1, seed=5, logprobs=True), text("b", "once", n=2, temperature=1)])
+    bench.run()
+    chats, texts = (row["response"]["body"] for row in bench.rows())
+    choices = ChatCompletion.model_validate(chats, strict=True).choices
+    assert [choice.index for choice in choices] == [0, 1, 2]
+    assert [choice.message.content for choice in choices] == [
+        answer("hi", temperature=1.0, seed=sample_seed(5, sample)) for sample in range(3)
+    ]
+    assert all(choice.logprobs is not None for choice in choices)
+    assert len({choice["text"] for choice in texts["choices"]}) == 2
+    assert chats["usage"]["completion_tokens"] == 3 * 8
 
 
 def test_log_probabilities_are_answered_as_the_public_client_expects(bench: Bench) -> None:
@@ -162,7 +180,7 @@ BAD = [
     {**chat("url"), "url": "/v1/embeddings"},
     {**chat("body"), "body": []},
     {**chat("no messages"), "body": {"model": "m"}},
-    chat("n", n=2),
+    chat("n", n=0),
     chat("stream", stream=True),
     chat("unknown", flux_capacitor=1),
     chat("range", temperature=-1),
@@ -193,7 +211,7 @@ def test_bad_requests_go_to_the_error_file_and_cost_no_other(bench: Bench) -> No
 
 def test_an_error_file_of_an_earlier_run_does_not_stay(bench: Bench) -> None:
     bench.write([chat("a", "never fits")])
-    bench.write([chat("a"), chat("b", n=2)])
+    bench.write([chat("a"), chat("b", n=0)])
     bench.run()
     assert len(errors(bench)) == 1
     bench.write([chat("a"), chat("b")])

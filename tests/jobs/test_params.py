@@ -54,6 +54,8 @@ def refused(column: str, value: object) -> RowError:
         ("stop_token_ids", 5, (5,)),
         ("stop_token_ids", [7, 5.0, 7], (7, 5)),
         ("stop_token_ids", [], ()),
+        ("n", 1, 1),
+        ("n", 1024, 1024),
         ("logprobs", 0, 0),
         ("logprobs", 1, 1),
         ("logprobs", 5.0, 5),
@@ -121,6 +123,9 @@ def test_right_values_are_taken_as_they_are_meant(name: str, value: object, pars
         ("stop_token_ids", ["5"]),
         ("stop_token_ids", True),
         ("stop_token_ids", "5"),
+        ("n", 0),
+        ("n", 1025),
+        ("n", True),
         ("logprobs", -1),
         ("logprobs", 10**6),
         ("logprobs", "yes"),
@@ -192,8 +197,6 @@ def test_ordinary_columns_pass(column: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
-        ("n", True),
         ("json_schema", {}),
         ("choice", []),
     ],
@@ -205,7 +208,7 @@ def test_a_parameter_that_does_not_work_yet_is_refused_and_not_ignored(name: str
 
 
 def test_values_that_change_nothing_pass() -> None:
-    assert read(n=1, json_object=False) == {}
+    assert read(json_object=False) == {}
 
 
 def test_a_row_can_leave_out_what_the_command_line_asks_for() -> None:
@@ -239,7 +242,7 @@ def test_a_given_seed_is_kept() -> None:
 
 def test_without_row_params_every_column_is_plain_data() -> None:
     reader = ParamReader({"max_tokens": 5}, row_params=False)
-    assert reader.read({"temperature": "hot", "temprature": 1, "n": 9, "max_tokens": "many"}) == {"max_tokens": 5}
+    assert reader.read({"temperature": "hot", "temprature": 1, "n": 0, "max_tokens": "many"}) == {"max_tokens": 5}
 
 
 def test_a_wrong_value_on_the_command_line_is_a_usage_error() -> None:

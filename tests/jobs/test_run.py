@@ -81,7 +81,7 @@ BAD_LINES = [
     '{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}',
     '{"prompt": "x", "temperature": "hot"}',
     '{"prompt": "x", "temprature": 1}',
-    '{"prompt": "x", "n": 2}',
+    '{"prompt": "x", "n": 0}',
     '{"prompt_token_ids": [-1]}',
     '{"prompt": "a\\ud83db"}',
     '{"prompt": "never fits"}',

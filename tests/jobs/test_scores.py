@@ -1,4 +1,4 @@
-"""Spec I4: the columns that rows ask for, and one schema whoever asks."""
+"""Spec I4: the columns that rows ask for, one schema whoever asks, and every sample of a row."""
 
 from __future__ import annotations
 
@@ -67,3 +67,20 @@ def test_a_resumed_and_a_sharded_job_have_the_same_columns(bench: Bench) -> None
     merge_parts(str(bench.path / "parts.jsonl"))
     bench.output = bench.path / "parts.jsonl"
     assert columns(bench) == SCORES
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_every_sample_is_in_completions_and_the_first_in_completion(bench: Bench, suffix: str) -> None:
+    bench.output = bench.path / f"out{suffix}"
+    sampled = {"temperature": 1.0, "seed": 3, "logprobs": 0}
+    bench.write([{"prompt": "p", "n": 3, **sampled}, {"prompt": "p", **sampled}, {"prompt": "p", "n": 1}])
+    bench.run(output=str(bench.output), return_token_ids=True)
+    three, one, greedy = bench.rows()
+    assert len(set(three["completions"])) == 3
+    assert three["completions"][0] == three["completion"] == one["completion"]
+    assert one["completions"] is greedy["completions"] is None
+    assert (three["completion_tokens"], one["completion_tokens"]) == (24, 8)
+    assert three["completion_token_ids"] == one["completion_token_ids"]
+    assert three["token_logprobs"] == one["token_logprobs"]
+    assert "samples" not in three
+    assert bench.report()["output_tokens"] == 40

@@ -34,7 +34,7 @@ class CacheManager:
         self._sharing: FullAttentionCacheAllocator | None = None
         if allow_block_sharing and len(allocators) == 1 and isinstance(allocators[0], FullAttentionCacheAllocator):
             self._sharing = allocators[0]
-        self._in_flight: dict[bytes, int] = {}  # hash of a block being computed → request that computes it
+        self._in_flight: dict[bytes, Request] = {}  # hash of a block being computed → who computes it
         self.max_tokens_ever = _max_tokens_alone(pool, allocators)  # of the longest request that fits, alone
 
     # Room
@@ -79,7 +79,7 @@ class CacheManager:
             num_matched = len(matched) * self._sharing.page_size
             request.num_computed_tokens = max(request.num_computed_tokens, num_matched)
             for digest in request.block_hashes[request.num_computed_tokens // self._sharing.page_size :]:
-                self._in_flight.setdefault(digest, request.request_id)
+                self._in_flight.setdefault(digest, request)
         return Admission.JOINED
 
     def _num_matchable(self, request: Request, page_size: int) -> int:
@@ -114,13 +114,13 @@ class CacheManager:
         for i in range(first, stop):
             digest = request.block_hashes[i]
             self._sharing.index.register(digest, request.tables[0][i])
-            if self._in_flight.get(digest) == request.request_id:
+            if self._in_flight.get(digest) is request:
                 del self._in_flight[digest]
 
     def release(self, request: Request, *, keep_content: bool = True) -> None:
         """Take back all blocks of `request`; what it had completed stays findable unless the request failed."""
         for digest in request.block_hashes if self._sharing is not None else ():
-            if self._in_flight.get(digest) == request.request_id:
+            if self._in_flight.get(digest) is request:
                 del self._in_flight[digest]
         for allocator, table in zip(self.allocators, request.tables, strict=True):
             allocator.release(table, keep_content=keep_content)
