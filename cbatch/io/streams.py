@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import gzip
 import io
-import sys
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from cbatch.errors import InputError
 from cbatch.io.remote import is_url, open_remote
 
 STDIN = "-"
+STDIN_FILENO = 0
 CHUNK_BYTES = 1 << 20
 # pyarrow drops what a failing read had decoded so far: before a cut at most this is lost, and still 200 MB/s are read.
 ZSTD_CHUNK_BYTES = 1 << 8
@@ -85,7 +85,9 @@ def open_binary(name: str) -> Iterator[io.BufferedReader]:
     """Open an input for reading, its first bytes peekable. What fails inside is an InputError."""
     with reading(name):
         if name == STDIN:
-            yield cast(io.BufferedReader, sys.stdin.buffer)
+            # A buffer of our own: sys.stdin's is locked by a thread that waits for input, and Python's end needs it.
+            with os.fdopen(STDIN_FILENO, "rb", closefd=False) as stream:
+                yield stream
         else:
             with open_remote(name) if is_url(name) else Path(name).open("rb") as stream:
                 yield stream

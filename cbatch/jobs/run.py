@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from cbatch.config import EngineConfig, JobConfig
 from cbatch.engine.stats import EngineStats
-from cbatch.errors import EXIT_FAILED, EXIT_OK, RowError
+from cbatch.errors import EXIT_FAILED, EXIT_OK, RowError, UsageError
 from cbatch.io.columns import ROW_WORDS
 from cbatch.io.rows import Row
 from cbatch.jobs import report as reporting
@@ -168,7 +168,12 @@ class _JobRun:
                 break
         explicit = self._job.prompt_column is not None or self._job.template is not None
         openai = bool(ahead) and is_batch_row(ahead[-1].columns) and not explicit
-        if openai and can_reread(source):
+        if openai and not can_reread(source):
+            raise UsageError(
+                "an OpenAI Batch file cannot come from standard input: its custom_ids are checked before anything runs",
+                hint="write it to a file first",
+            )
+        if openai:
             check_custom_ids(islice(source, limit), self._stop.check)
         return openai, chain(ahead, rows)
 

@@ -4,10 +4,12 @@ import bz2
 import gzip
 import io
 import lzma
+import os
 import struct
-import sys
+import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -164,21 +166,32 @@ def test_a_file_that_vanishes_before_its_turn_is_an_error_after_the_good_rows(tm
     assert "2.jsonl: no such file" in error.message
 
 
+@contextmanager
+def standard_input(content: bytes) -> Iterator[None]:
+    """Put a file with `content` in the place of descriptor 0."""
+    saved = os.dup(0)
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(content)
+            file.seek(0)
+            os.dup2(file.fileno(), 0)
+        yield
+    finally:
+        os.dup2(saved, 0)
+        os.close(saved)
+
+
 @pytest.mark.parametrize("compress", [bytes, *COMPRESS.values()])
-def test_standard_input_is_json_lines_plain_or_compressed(
-    monkeypatch: pytest.MonkeyPatch, compress: Callable[[bytes], bytes]
-) -> None:
-    content = compress(b'{"row": 0}\nnonsense\n')
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(content))))
-    good, bad = open_source(["-"])
+def test_standard_input_is_json_lines_plain_or_compressed(compress: Callable[[bytes], bytes]) -> None:
+    with standard_input(compress(b'{"row": 0}\nnonsense\n')):
+        good, bad = open_source(["-"])
     assert good.columns == {"row": 0}
     assert (bad.location, bad.error is None) == ("stdin:2", False)
 
 
-def test_standard_input_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input_that_cannot_be_read_is_named() -> None:
     for content, message in [(b"PAR1....PAR1", "Parquet"), (gzip.compress(CONTENT)[:-9], "standard input is cut off")]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(content))))
-        with pytest.raises(InputError, match=message):
+        with standard_input(content), pytest.raises(InputError, match=message):
             list(open_source(["-"]))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from cbatch.config import SamplingParams
 from cbatch.engine.request import Prompt
 from cbatch.engine.samples import sample_seed
 from cbatch.errors import InputError
+from tests.conftest import ROOT
 from tests.jobs.jobkit import Bench, read_rows
 from tests.stub_engine import StubTokenizer, expected_text
 
@@ -231,6 +234,16 @@ def test_duplicate_ids_are_reported_together_before_anything_runs(bench: Bench) 
     assert "'r3' in requests 4 and 501" in message
     assert "'r8' in requests 9 and 1001" in message
     assert bench.engines == []
+    assert not bench.output.exists()
+
+
+def test_a_batch_file_on_standard_input_is_refused(bench: Bench) -> None:
+    """Its ids could not be compared before anything runs."""
+    command = [sys.executable, "-m", "tests.stub_engine", "run", "-", "-o", str(bench.output)]
+    command += ["--model", str(bench.path / "model")]
+    done = subprocess.run(command, input=json.dumps(chat("a")) + "\n", capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2, done.stderr
+    assert "write it to a file first" in done.stderr
     assert not bench.output.exists()
 
 
