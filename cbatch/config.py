@@ -59,6 +59,10 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # likeliest tokens wanted beside each generated one's log-probability; None: no scores
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    json_schema: str | None = None  # JSON; at most one of this and the next three
+    json_object: bool = False
+    regex: str | None = None  # of the whole completion
+    choice: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What is done to logits before a token is chosen from them: penalties, biases, tokens that are not allowed yet.
+"""What is done to logits before a token is chosen from them: penalties, biases, tokens that are not allowed.
 
 Called by the sampler for the rows that ask for any of it. The edits of a step are lists of single logits (row, token),
 so that they cost what the requests' texts are long, not what the vocabulary is.
@@ -7,6 +7,7 @@ so that they cost what the requests' texts are long, not what the vocabulary is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cbatch.engine.grammar import Masks
 from cbatch.engine.request import Request
 
 Ints = npt.NDArray[np.int64]
@@ -32,6 +34,44 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True)
+class ConstraintMasks:
+    """The tokens that structured outputs allow, for some of the rows."""
+
+    rows: list[int]
+    ending: list[frozenset[int]]  # of each of these rows, tokens that may not come yet unless nothing else may
+    masks: Future[Masks]
+
+    @classmethod
+    def build(cls, requests: Sequence[Request]) -> ConstraintMasks | None:
+        """Bring the constraints up to date and begin to fill their masks; None where there are none."""
+        asking = [(row, request) for row, request in enumerate(requests) if request.constraint is not None]
+        constraints = []
+        for _, request in asking:
+            assert request.constraint is not None
+            request.constraint.catch_up(request.token_ids[request.num_prompt_tokens :])
+            constraints.append(request.constraint)
+        if not constraints:
+            return None
+        ending = [r.stopping.ending_token_ids if must_go_on(r) else frozenset() for _, r in asking]
+        return cls([row for row, _ in asking], ending, constraints[0].grammars.start_masks(constraints))
+
+    def apply(self, logits: Tensor) -> None:
+        """Forbid what is not allowed, in place; waits for the masks."""
+        masks = self.masks.result()
+        for row, ending in enumerate(self.ending):
+            tokens = np.array(sorted(ending), dtype=np.int64)
+            going_on = masks[row].copy()
+            np.bitwise_and.at(going_on, tokens // 8, ~(1 << tokens % 8).astype(np.uint8))
+            masks[row] = going_on if going_on.any() else masks[row]
+        bits = torch.from_numpy(masks).to(logits.device)[:, :, None] >> torch.arange(
+            8, dtype=torch.uint8, device=logits.device
+        )
+        allowed = (bits & 1).bool().flatten(1)[:, : logits.shape[-1]]
+        rows = torch.tensor(self.rows, device=logits.device)
+        logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
+
+
+@dataclass(frozen=True, slots=True)
 class LogitEdits:
     """The edits of n rows of logits, in the order in which they are made."""
 
@@ -41,14 +81,20 @@ class LogitEdits:
     biased: Places
     bias: Floats
     forbidden: Places
+    constraints: ConstraintMasks | None
 
     @classmethod
     def build(cls, requests: Sequence[Request]) -> LogitEdits | None:
         """Collect what the requests, one a row, ask for; None where that is nothing. Brings histories up to date."""
         histories = [(row, request) for row, request in enumerate(requests) if request.history is not None]
         biased = [(row, r.prompt.sampling.logit_bias) for row, r in enumerate(requests) if r.prompt.sampling.logit_bias]
-        forbidden = [(row, r.stopping.ending_token_ids) for row, r in enumerate(requests) if must_go_on(r)]
-        if not (histories or biased or forbidden):
+        forbidden = [
+            (row, r.stopping.ending_token_ids)
+            for row, r in enumerate(requests)
+            if must_go_on(r) and r.constraint is None
+        ]
+        constraints = ConstraintMasks.build(requests)
+        if not (histories or biased or forbidden or constraints):
             return None
         seen, repetition, penalty = _penalties(histories)
         return cls(
@@ -58,6 +104,7 @@ class LogitEdits:
             biased=_places((row, [token_id for token_id, _ in bias]) for row, bias in biased),
             bias=np.array([value for _, bias in biased for _, value in bias], dtype=np.float32),
             forbidden=_places(forbidden),
+            constraints=constraints,
         )
 
     def apply(self, logits: Tensor) -> None:
@@ -74,6 +121,8 @@ class LogitEdits:
             logits[where] = logits[where] + torch.from_numpy(self.bias).to(device)
         if len(self.forbidden.rows):
             logits[self.forbidden.on(device)] = float("-inf")
+        if self.constraints is not None:
+            self.constraints.apply(logits)
 
 
 def must_go_on(request: Request) -> bool:

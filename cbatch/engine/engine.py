@@ -17,6 +17,7 @@ from cbatch_kernels import dispatch
 from cbatch.config import EngineConfig
 from cbatch.engine.cache.build import build_cache
 from cbatch.engine.cache.manager import CacheManager
+from cbatch.engine.grammar import Grammars
 from cbatch.engine.intake import Intake
 from cbatch.engine.memory import free_memory, is_out_of_memory
 from cbatch.engine.output import empty_output, failed_output, finished_output
@@ -56,7 +57,8 @@ class Engine:
         self.generation_defaults = loaded.generation_defaults
         self.load_s = 0.0
         self.stats = EngineStats()
-        self._intake = Intake(cache, plan.max_model_len, loaded.tokenizer, loaded.eos_token_ids)
+        grammars = Grammars(loaded.tokenizer.as_json, loaded.num_choosable, loaded.eos_token_ids)
+        self._intake = Intake(cache, plan.max_model_len, loaded.tokenizer, loaded.eos_token_ids, grammars)
         self._groups = SampleGroups()
         self._cache = cache
         self._runner = runner

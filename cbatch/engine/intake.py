@@ -9,6 +9,7 @@ import time
 
 from cbatch.config import DEFAULT_MAX_TOKENS, SamplingParams
 from cbatch.engine.cache.manager import CacheManager
+from cbatch.engine.grammar import Grammars, is_structured
 from cbatch.engine.history import TokenHistory
 from cbatch.engine.record import LogprobRecord
 from cbatch.engine.request import Prompt, Request
@@ -21,12 +22,18 @@ class Intake:
     """Makes the requests of one engine."""
 
     def __init__(
-        self, cache: CacheManager, max_model_len: int, tokenizer: Tokenizer, eos_token_ids: frozenset[int]
+        self,
+        cache: CacheManager,
+        max_model_len: int,
+        tokenizer: Tokenizer,
+        eos_token_ids: frozenset[int],
+        grammars: Grammars,
     ) -> None:
         self._cache = cache
         self._max_model_len = max_model_len
         self._tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
+        self._grammars = grammars
 
     def requests(self, prompt: Prompt) -> list[Request]:
         """Make a prompt's requests, one a sample. Raises RowError where it, or what it asks for, can never work."""
@@ -47,6 +54,7 @@ class Intake:
                 sample=sample,
                 history=_history(prompt),
                 logprobs=_record(params, sample),
+                constraint=self._grammars.constraint(params),
             )
             for sample in range(params.n)
         ]
@@ -96,7 +104,7 @@ class Intake:
         special = {self._tokenizer.special_token_id(stop): stop for stop in params.stop}
         include = params.include_stop_str_in_output
         return StopCondition(
-            eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
+            eos_token_ids=frozenset() if params.ignore_eos and not is_structured(params) else self.eos_token_ids,
             strings=StopStrings(params.stop, self._tokenizer.decode, include=include) if params.stop else None,
             stop_tokens={
                 **{token_id: token_id for token_id in params.stop_token_ids},

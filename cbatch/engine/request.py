@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Literal
 
 from cbatch.config import SamplingParams
+from cbatch.engine.grammar import Constraint
 from cbatch.engine.history import TokenHistory
 from cbatch.engine.record import LogprobRecord, TokenLogprobs
 from cbatch.engine.stopping import StopCondition
@@ -92,6 +93,7 @@ class Request:
     sample: int = 0  # which of its prompt's samples it is
     history: TokenHistory | None = None  # where penalties need it; written by the sampler
     logprobs: LogprobRecord | None = None  # where they are asked for; written by the model runner
+    constraint: Constraint | None = None  # where the output is structured; written by the sampler
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, as far as needed
     host_pages: list[int] = field(default_factory=list)  # where its KV lies while it is moved out
     num_computed_tokens: int = 0  # tokens whose KV is in the cache, or on the host

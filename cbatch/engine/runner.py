@@ -46,8 +46,7 @@ class ModelRunner:
         self._types = [FULL_ATTENTION if w is None else f"{SLIDING_ATTENTION}, {w} tokens" for w in windows]
         type_of = {layer: i for i, allocator in enumerate(allocators) for layer in allocator.layers}
         self._layer_types = [self._types[type_of[layer]] for layer in range(shape.num_layers)]
-        # A model's head can have rows that no token stands for: they are never sampled.
-        self._num_tokens = max(loaded.tokenizer.num_tokens, max(loaded.eos_token_ids, default=-1) + 1)
+        self._num_tokens = loaded.num_choosable
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[int | RowError]:
@@ -61,7 +60,13 @@ class ModelRunner:
             inputs.scoring.score(logits, tokens, self._num_tokens)
         results: list[int | RowError] = tokens.tolist()
         finite = torch.isfinite(choices.amax(dim=-1)).tolist()
-        return [results[row] if finite[row] else _not_finite(logits.dtype) for row in inputs.result_order]
+        sampling = (item.request for item in plan.items if item.samples)
+        for row, request in zip(inputs.result_order, sampling, strict=True):
+            if not finite[row]:
+                results[row] = _not_finite(logits.dtype)
+            elif request.constraint is not None:
+                results[row] = request.constraint.error or results[row]
+        return [results[row] for row in inputs.result_order]
 
     def _move_pages(self, moves: Moves) -> None:
         """Carry out a step's copies between cache and host, all pages of a direction in one transfer, only once."""

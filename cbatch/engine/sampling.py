@@ -5,10 +5,11 @@ From a row of logits to its token, in this order, each step only where the reque
     1  repetition_penalty (tokens of prompt and output), then presence_penalty and frequency_penalty (of the output)
     2  logit_bias
     3  min_tokens: what would end the completion is forbidden
-    4  temperature 0: the likeliest token, and nothing more
-    5  logits / temperature → probabilities
-    6  top_k, then top_p of what that leaves; min_p of all; a token stays that passes all three
-    7  one uniform number, inverted through the cumulative distribution
+    4  structured output: what its grammar does not take is forbidden
+    5  temperature 0: the likeliest token, and nothing more
+    6  logits / temperature → probabilities
+    7  top_k, then top_p of what that leaves; min_p of all; a token stays that passes all three
+    8  one uniform number, inverted through the cumulative distribution
 
 A request's random stream depends on its seed and the position alone: the number comes from hashing both. Batch, order
 and scheduling do not enter.
@@ -62,7 +63,8 @@ class SamplingBatch:
 
 def _takes_likeliest(request: Request) -> bool:
     params = request.prompt.sampling
-    return params.temperature == 0 and request.history is None and not params.logit_bias and not must_go_on(request)
+    is_edited = request.history is not None or request.constraint is not None or params.logit_bias
+    return params.temperature == 0 and not is_edited and not must_go_on(request)
 
 
 def uniform_numbers(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:

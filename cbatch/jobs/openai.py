@@ -21,6 +21,7 @@ FIELDS = (CUSTOM_ID, "method", "url", "body")
 CHAT_URL = "/v1/chat/completions"
 TEXT_URL = "/v1/completions"
 BAD_REQUEST = "invalid_request"
+RESPONSE_FORMAT = "response_format"
 TOP_LOGPROBS = "top_logprobs"  # of a chat, beside "logprobs": true
 
 # Fields of a body that say nothing about the completion, or only in other values than these.
@@ -30,7 +31,6 @@ _ONLY: dict[str, tuple[object, ...]] = {
     "stream_options": (),
     "tool_choice": ("auto",),
     "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "echo": (False,),
     "best_of": (1,),
@@ -72,7 +72,7 @@ class BatchRequests:
         for name, value in body.items():
             if value is None or name in _PROMPT_FIELDS or name in _NO_EFFECT:
                 continue
-            if name == TOP_LOGPROBS and url == CHAT_URL:
+            if (name == TOP_LOGPROBS and url == CHAT_URL) or name == RESPONSE_FORMAT:
                 continue
             ours = _OTHER_NAMES.get(name, name)
             if name not in _ONLY and self._params.meaning_of(ours) is not None:
@@ -83,7 +83,22 @@ class BatchRequests:
             if body.get("logprobs") is not True:
                 raise RowError(BAD_REQUEST, f"body.{TOP_LOGPROBS} needs logprobs to be true")
             parameters["logprobs"] = body[TOP_LOGPROBS]
-        return parameters
+        return parameters | _structure(body.get(RESPONSE_FORMAT))
+
+
+def _structure(wanted: object) -> dict[str, Any]:
+    """Our parameters for a `response_format`."""
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if wanted is None or kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_object": True}
+    described = wanted.get("json_schema") if isinstance(wanted, dict) else None
+    if kind == "json_schema" and isinstance(described, dict) and isinstance(described.get("schema"), dict):
+        return {"json_schema": described["schema"]}
+    raise RowError(
+        BAD_REQUEST, f"body.{RESPONSE_FORMAT} must be of type text, json_object or json_schema with a schema"
+    )
 
 
 def _prompt(body: Mapping[str, Any], url: object) -> dict[str, Any]:

@@ -29,9 +29,9 @@ MAX_REPETITION = 100.0
 MAX_PENALTY = 2.0  # as in OpenAI's interface, and so is the next
 MAX_BIAS = 100.0
 
+STRUCTURES = ("json_schema", "json_object", "regex", "choice")
 BAD_PARAMETER = "bad_parameter"
 UNKNOWN_PARAMETER = "unknown_parameter"
-UNSUPPORTED_PARAMETER = "unsupported_parameter"
 
 
 def parse_int(low: int, high: int, value: object) -> int:
@@ -92,6 +92,34 @@ def parse_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(bias.items()))
 
 
+def parse_json_schema(value: object) -> str:
+    """Take a schema, an object or its JSON text; whether it compiles is the engine's to say."""
+    schema = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(schema, dict):
+        raise TypeError
+    text = json.dumps(schema)  # ASCII, its keys in their order, which is the output's
+    text.encode()
+    return text
+
+
+def parse_regex(value: object) -> str:
+    """Take a text that is not empty."""
+    if not isinstance(value, str):
+        raise TypeError
+    (value,) = parse_stop(value)
+    return value
+
+
+def parse_choice(value: object) -> tuple[str, ...]:
+    """Take a list of texts, none of them empty."""
+    if isinstance(value, str):
+        raise TypeError
+    choices = parse_stop(value)
+    if not choices:
+        raise ValueError
+    return choices
+
+
 def parse_logprobs(value: object) -> int | None:
     """Take how many of the likeliest tokens are wanted; true is none of them but the score, false no score at all."""
     if isinstance(value, bool):
@@ -106,7 +134,7 @@ def parse_top_k(value: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter that works: its allowed values in words, and a parser that raises TypeError or ValueError."""
+    """A parameter: its allowed values in words, and a parser that raises TypeError or ValueError."""
 
     name: str
     allowed: str
@@ -148,16 +176,12 @@ PARAMS = (
     Param("stop_token_ids", "a token id or a list of token ids", parse_token_ids),
     Param("ignore_eos", "true or false", parse_bool),
     Param("logprobs", f"true, false or a whole number from 0 to {MAX_LOGPROBS}", parse_logprobs),
+    Param("json_schema", "a JSON schema: an object, or its text", parse_json_schema),
+    Param("json_object", "true or false", parse_bool),
+    Param("regex", "a regular expression", parse_regex),
+    Param("choice", "a list of strings, none of them empty", parse_choice),
     Param("prompt_logprobs", f"true, false or a whole number from 0 to {MAX_LOGPROBS}", parse_logprobs),
 )
-
-# Parameters that this version does not have, each with the values that change nothing and therefore pass.
-UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "json_schema": (),
-    "json_object": (False,),
-    "regex": (),
-    "choice": (),
-}
 
 
 class ParamReader:
@@ -175,8 +199,7 @@ class ParamReader:
             raise UsageError(error.message) from None
         self._row_params = row_params
         self._text_values = text_values
-        names = [*self._params, *UNSUPPORTED]
-        self._meant = lru_cache(maxsize=4096)(partial(find_meant, names=tuple(names)))
+        self._meant = lru_cache(maxsize=4096)(partial(find_meant, names=tuple(self._params)))
 
     def read(self, columns: Mapping[str, object]) -> dict[str, object]:
         """Return the parameters given for a row, parsed, in the table's order. Raises RowError."""
@@ -186,12 +209,15 @@ class ParamReader:
         if self._text_values:
             items = ((name, from_text(name, value)) for name, value in items)
         own = self._parse((name, value) for name, value in items if self._is_param(name, value))
-        given = {**self._defaults, **own}
+        defaults = self._defaults
+        if any(own.get(name) for name in STRUCTURES):  # which take each other's place
+            defaults = {name: value for name, value in defaults.items() if name not in STRUCTURES}
+        given = {**defaults, **own}
         _check_together(given)
         return {name: given[name] for name in self._params if name in given}
 
     def meaning_of(self, name: str) -> str | None:
-        """Return the parameter that a column's name is or nearly is, working or not; None for plain data."""
+        """Return the parameter that a column's name is or nearly is; None for plain data."""
         return self._meant(name)
 
     def _is_param(self, name: str, value: object) -> bool:
@@ -207,11 +233,7 @@ class ParamReader:
     def _parse(self, items: Iterable[tuple[str, object]]) -> dict[str, object]:
         given = {}
         for name, value in items:
-            if value is None:
-                continue
-            if name in UNSUPPORTED:
-                _check_neutral(name, value)
-            else:
+            if value is not None:
                 given[name] = parse_param(self._params[name], value)
         return given
 
@@ -228,7 +250,7 @@ def from_text(name: str, value: object) -> object:
     """Return what a CSV field says: empty is not given, the rest is read as JSON where it is; a stop string is text."""
     if not isinstance(value, str):
         return value
-    if not value or (name == "stop" and not value.startswith("[")):
+    if not value or name == "regex" or (name == "stop" and not value.startswith("[")):
         return value or None
     try:
         return json.loads(value.lower() if value.lower() in ("true", "false") else value)
@@ -241,13 +263,12 @@ def _check_together(given: Mapping[str, Any]) -> None:
     least, most = given.get("min_tokens", 0), given.get("max_tokens")
     if most is not None and least > most:
         raise RowError(BAD_PARAMETER, f"min_tokens is {least}, and max_tokens only {most}")
-
-
-def _check_neutral(name: str, value: object) -> None:
-    if not any(type(value) is type(neutral) and value == neutral for neutral in UNSUPPORTED[name]):
+    structures = [name for name in STRUCTURES if given.get(name)]
+    if len(structures) > 1:
+        raise RowError(BAD_PARAMETER, f"{structures[0]} and {structures[1]} cannot both be followed: leave one out")
+    if structures and given.get("ignore_eos"):
         raise RowError(
-            UNSUPPORTED_PARAMETER,
-            f"{name} is not supported by this version: leave it out, or pass --no-row-params if it is plain data",
+            BAD_PARAMETER, f"{structures[0]} and ignore_eos exclude each other: the output ends where it is whole"
         )
 
 

@@ -6,11 +6,12 @@ import os
 from dataclasses import dataclass
 
 from cbatch.config import EngineConfig, JobConfig
+from cbatch.engine.grammar import INSTALL_HINT, is_installed
 from cbatch.errors import UsageError
 from cbatch.io.sources import FilePart, Source, open_source
 from cbatch.jobs.identity import identify_model
 from cbatch.jobs.keys import job_identity
-from cbatch.jobs.params import ParamReader
+from cbatch.jobs.params import STRUCTURES, ParamReader
 from cbatch.jobs.paths import JobPaths
 from cbatch.jobs.rendering import Renderer
 from cbatch.jobs.shards import Shard, parse_shard
@@ -47,6 +48,8 @@ def prepare(job: JobConfig, engine: EngineConfig) -> JobSetup:
     """Check a job. Raises UsageError, InputError, OutputError."""
     renderer = Renderer(job.prompt_column, job.template, job.system_prompt)
     ParamReader(job.sampling)  # a wrong option is said before the input is looked at
+    if any(job.sampling.get(name) for name in STRUCTURES) and not is_installed():
+        raise UsageError("structured output needs the package llguidance", hint=INSTALL_HINT)
     source = open_source(job.inputs, split=job.dataset_split)
     has_text = any(isinstance(part, FilePart) and CSV_SUFFIX in part.format.suffixes for part in source.parts)
     params = ParamReader(job.sampling, row_params=job.row_params, text_values=has_text)

@@ -46,6 +46,11 @@ class LoadedModel:
     generation_defaults: dict[str, object]  # sampling parameters under our names; empty where the model has none
     generation_not_taken: tuple[str, ...]  # settings of its generation config that have no counterpart here
 
+    @property
+    def num_choosable(self) -> int:
+        """Tokens that may be generated: a model's head can have rows beyond them, which no token stands for."""
+        return max(self.tokenizer.num_tokens, max(self.eos_token_ids, default=-1) + 1)
+
 
 def load_model(config: EngineConfig, shape: ModelShape) -> LoadedModel:
     """Load weights and tokenizer of the model that `shape` describes; sets torch's number of CPU threads.

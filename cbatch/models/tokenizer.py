@@ -102,6 +102,11 @@ class Tokenizer:
         """Decode to text; special tokens and ids beyond the tokenizer's vocabulary give nothing."""
         return self._decode([token for token in ids if token < self.num_tokens])
 
+    def as_json(self) -> str | None:
+        """Return a fast tokenizer as the tokenizers library writes it; None for a slow one."""
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        return str(fast.to_str()) if isinstance(fast, tokenizers.Tokenizer) else None
+
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself: a special one's name, "\ufffd" for a part of a character."""
         return self._special_texts.get(token_id) or self.decode([token_id])

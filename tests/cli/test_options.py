@@ -43,6 +43,8 @@ def sample(setting: Setting) -> tuple[str, str, object]:
     """A value that is not the default: on the command line, in TOML, and as it arrives."""
     if setting.kind == "choice":
         return setting.choices[-1], f'"{setting.choices[-1]}"', setting.choices[-1]
+    if setting.name == "json_schema":
+        return "{}", '"{}"', "{}"
     samples: dict[str, tuple[str, str, object]] = {
         "int": ("7", "7", 7),
         "float": ("0.5", "0.5", 0.5),

@@ -62,6 +62,11 @@ def refused(column: str, value: object) -> RowError:
         ("logprobs", True, 0),
         ("logprobs", False, None),
         ("prompt_logprobs", 1000, 1000),
+        ("json_schema", {"type": "object", "a": "\u00e9"}, '{"type": "object", "a": "\\u00e9"}'),
+        ("json_schema", '{"b": 1, "a": 2}', '{"b": 1, "a": 2}'),
+        ("json_object", True, True),
+        ("regex", "[0-9]+", "[0-9]+"),
+        ("choice", ["yes", "no", "yes"], ("yes", "no")),
     ],
 )
 def test_right_values_are_taken_as_they_are_meant(name: str, value: object, parsed: object) -> None:
@@ -130,6 +135,16 @@ def test_right_values_are_taken_as_they_are_meant(name: str, value: object, pars
         ("logprobs", 10**6),
         ("logprobs", "yes"),
         ("prompt_logprobs", 1.5),
+        ("json_schema", "{"),
+        ("json_schema", "[]"),
+        ("json_schema", True),
+        ("json_object", "yes"),
+        ("regex", ""),
+        ("regex", 5),
+        ("choice", "yes"),
+        ("choice", []),
+        ("choice", ["yes", ""]),
+        ("choice", [1]),
     ],
 )
 def test_a_wrong_value_is_an_error_that_names_field_and_range(name: str, value: object) -> None:
@@ -194,25 +209,20 @@ def test_ordinary_columns_pass(column: str) -> None:
     assert read(**{column: "x"}) == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("json_schema", {}),
-        ("choice", []),
-    ],
-)
-def test_a_parameter_that_does_not_work_yet_is_refused_and_not_ignored(name: str, value: object) -> None:
-    error = refused(name, value)
-    assert error.code == "unsupported_parameter"
-    assert error.message.startswith(f"{name} is not supported")
-
-
-def test_values_that_change_nothing_pass() -> None:
-    assert read(json_object=False) == {}
-
-
 def test_a_row_can_leave_out_what_the_command_line_asks_for() -> None:
     assert resolve(ParamReader({"logprobs": 3}).read({"logprobs": False}), {}, seed=0).logprobs is None
+
+
+def test_a_rows_structure_takes_the_place_of_the_command_lines() -> None:
+    reader = ParamReader({"json_object": True, "max_tokens": 3})
+    assert reader.read({"regex": "a+"}) == {"max_tokens": 3, "regex": "a+"}
+    assert reader.read({"json_object": False}) == {"max_tokens": 3, "json_object": False}
+    with pytest.raises(RowError, match="json_schema and choice cannot both"):
+        reader.read({"choice": ["a"], "json_schema": {}})
+    with pytest.raises(RowError, match="regex and ignore_eos exclude each other"):
+        reader.read({"regex": "a+", "ignore_eos": True})
+    with pytest.raises(UsageError, match="json_object and regex cannot both"):
+        ParamReader({"json_object": True, "regex": "a"})
 
 
 def test_a_row_may_not_want_more_tokens_than_it_may_have() -> None:
