@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from cbatch.config import EngineConfig, SamplingParams
+from cbatch.config import SamplingParams
 from cbatch.engine import grammar
-from cbatch.engine.engine import Engine
 from cbatch.engine.request import Prompt, RequestOutput
-from cbatch.models.inspect import inspect_model
-from cbatch.models.load import LoadedModel, load_model
+from cbatch.models.load import LoadedModel
+from tests.engine.tiny_engine import load_tiny, make_engine, make_tokens, run
 from tests.tiny_models import EOS_ID, build_tiny
 
 pytest.importorskip("llguidance")
@@ -78,22 +76,7 @@ ASKED: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder: Path = build_tiny("llama", tmp_path_factory.mktemp("llama"))
-    config = EngineConfig(model=str(folder), dtype="float32")
-    return load_model(config, inspect_model(config))
-
-
-def make_engine(loaded: LoadedModel, **settings: object) -> Engine:
-    config = EngineConfig(model="tiny", **({"num_blocks": 128} | settings))  # type: ignore[arg-type]
-    return Engine.over(loaded, config)
-
-
-def make_tokens(count: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(5, 250) for _ in range(count)]
-
-
-def run(engine: Engine, *prompts: Prompt) -> list[RequestOutput]:
-    return sorted(engine.generate(prompts), key=lambda output: output.request_id)
+    return load_tiny(folder)
 
 
 def hostile(loaded: LoadedModel, params: dict[str, Any], count: int = 40, **settings: object) -> list[RequestOutput]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,12 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cbatch.config import EngineConfig, SamplingParams
-from cbatch.engine.engine import Engine
+from cbatch.config import SamplingParams
 from cbatch.engine.record import TokenLogprobs
-from cbatch.engine.request import Prompt, RequestOutput
-from cbatch.models.inspect import inspect_model
-from cbatch.models.load import LoadedModel, load_model
+from cbatch.engine.request import Prompt
+from cbatch.models.load import LoadedModel
+from tests.engine.tiny_engine import load_tiny, make_engine, make_tokens, run
 from tests.tiny_models import CONTEXT, EOS_ID, build_tiny
 
 ROUNDING = 2e-4  # of float32 arithmetic in another order, on logits of about 10
@@ -28,27 +26,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def loaded(folder: Path) -> LoadedModel:
-    config = EngineConfig(model=str(folder), dtype="float32")
-    return load_model(config, inspect_model(config))
+    return load_tiny(folder)
 
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-def make_engine(loaded: LoadedModel, **settings: object) -> Engine:
-    config = EngineConfig(model="tiny", **({"num_blocks": 128} | settings))  # type: ignore[arg-type]
-    return Engine.over(loaded, config)
-
-
-def make_tokens(count: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(5, 250) for _ in range(count)]
-
-
-def run(engine: Engine, *prompts: Prompt) -> list[RequestOutput]:
-    return sorted(engine.generate(prompts), key=lambda output: output.request_id)
 
 
 def check(

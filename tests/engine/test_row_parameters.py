@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from cbatch.engine.request import Prompt, RequestOutput
 from cbatch.models.inspect import inspect_model
 from cbatch.models.load import LoadedModel, load_model
 from tests.engine.reference import count_near_ties, generate_references
+from tests.engine.tiny_engine import load_tiny, make_engine, make_tokens, run
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, build_tiny
 
 
@@ -24,22 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(folder: Path) -> LoadedModel:
-    config = EngineConfig(model=str(folder), dtype="float32")
-    return load_model(config, inspect_model(config))
-
-
-def make_engine(loaded: LoadedModel, **settings: object) -> Engine:
-    config = EngineConfig(model="tiny", **({"num_blocks": 128} | settings))  # type: ignore[arg-type]
-    return Engine.over(loaded, config)
-
-
-def make_tokens(count: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(5, 250) for _ in range(count)]
-
-
-def run(engine: Engine, *prompts: Prompt) -> list[RequestOutput]:
-    return sorted(engine.generate(prompts), key=lambda output: output.request_id)
+    return load_tiny(folder)
 
 
 def complete(loaded: LoadedModel, tokens: list[int], **params: object) -> RequestOutput:

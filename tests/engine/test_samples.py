@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 import torch
 
-from cbatch.config import EngineConfig, SamplingParams
-from cbatch.engine.engine import Engine
+from cbatch.config import SamplingParams
 from cbatch.engine.request import Prompt, RequestMetrics, RequestOutput
 from cbatch.engine.samples import join_samples, sample_seed
 from cbatch.errors import RowError
-from cbatch.models.inspect import inspect_model
-from cbatch.models.load import LoadedModel, load_model
+from cbatch.models.load import LoadedModel
+from tests.engine.tiny_engine import load_tiny, make_engine, make_tokens, run
 from tests.tiny_models import build_tiny
 
 PAGE = 16
@@ -23,22 +21,7 @@ PAGE = 16
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder: Path = build_tiny("llama", tmp_path_factory.mktemp("llama"))
-    config = EngineConfig(model=str(folder), dtype="float32")
-    return load_model(config, inspect_model(config))
-
-
-def make_engine(loaded: LoadedModel, **settings: object) -> Engine:
-    config = EngineConfig(model="tiny", **({"num_blocks": 128, "page_size": PAGE} | settings))  # type: ignore[arg-type]
-    return Engine.over(loaded, config)
-
-
-def make_tokens(count: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(5, 250) for _ in range(count)]
-
-
-def run(engine: Engine, *prompts: Prompt) -> list[RequestOutput]:
-    return sorted(engine.generate(prompts), key=lambda output: output.request_id)
+    return load_tiny(folder)
 
 
 def params(**given: object) -> SamplingParams:
