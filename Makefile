@@ -6,7 +6,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 VENV ?= .venv
 MODELS ?= .models
 DEMO ?= .demo
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -29,7 +29,7 @@ demo: $(READY) $(MODEL)/model.safetensors
 	@$(BIN)/python sample_jobs/show.py $(DEMO)/ticket_labels.jsonl text expected
 
 test: check $(MODEL)/model.safetensors
-	CBATCH_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 CBATCH_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .
