@@ -33,6 +33,7 @@ SUMMED = (
     "computed_tokens",
     "recomputed_tokens",
     "output_tokens",
+    "preemptions",
     "rows_truncated",
     "truncated_tokens",
     "generate_s",

@@ -134,8 +134,7 @@ def _chat(columns: Mapping[str, Any], name: str) -> Rendered:
         raise RowError(BAD_PROMPT, f"{name} must be a list of messages: it is {_describe(messages)}")
     if not messages:
         raise RowError(EMPTY_PROMPT, f"{name} is an empty list")
-    for number, message in enumerate(messages):
-        _check_message(message, f"{name}[{number}]")
+    messages = [_read_message(message, f"{name}[{number}]") for number, message in enumerate(messages)]
     tools, kwargs = columns.get(TOOLS), columns.get(TEMPLATE_KWARGS)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise RowError(BAD_PROMPT, f"{TOOLS} must be a list of objects: it is {_describe(tools)}")
@@ -144,16 +143,22 @@ def _chat(columns: Mapping[str, Any], name: str) -> Rendered:
     return Rendered("chat", messages, tools or None, kwargs or None)
 
 
-def _check_message(message: object, name: str) -> None:
+def _read_message(message: object, name: str) -> dict[str, Any]:
+    """Return a checked message; its content is text, whose parts are joined by newlines where it came in parts."""
     if not isinstance(message, dict):
         raise RowError(BAD_PROMPT, f"{name} must be an object with role and content: it is {_describe(message)}")
     if not isinstance(message.get("role"), str):
         raise RowError(BAD_PROMPT, f"{name}.role must be a string: it is {_describe(message.get('role'))}")
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
-        return
+        return message
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise RowError(BAD_PROMPT, f"{name}.content must be a string or a list of parts: it is {_describe(content)}")
+    for number, part in enumerate(content):
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type")
+            raise RowError(BAD_PROMPT, f"{name}.content[{number}] must be a text part: its type is {json.dumps(kind)}")
+    return message | {"content": "\n".join(part["text"] for part in content)}
 
 
 def _describe(value: object) -> str:

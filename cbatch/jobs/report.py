@@ -39,6 +39,7 @@ def row_figures(totals: Totals) -> dict[str, Any]:
         "computed_tokens": totals.computed_tokens,
         "recomputed_tokens": totals.recomputed_tokens,
         "output_tokens": totals.output_tokens,
+        "preemptions": totals.preemptions,
         "rows_truncated": totals.rows_truncated,
         "truncated_tokens": totals.truncated_tokens,
         "generate_s": generate_s,
@@ -52,7 +53,6 @@ def engine_figures(stats: EngineStats) -> dict[str, Any]:
     """Return what the engine counted in this session."""
     return {
         "steps": stats.steps,
-        "preemptions": stats.preemptions,
         "offloads": stats.offloads,
         "soft_resets": stats.soft_resets,
         "kv_waste_fraction": stats.kv_waste_fraction,

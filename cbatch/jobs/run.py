@@ -173,6 +173,11 @@ class _JobRun:
                 "an OpenAI Batch file cannot come from standard input: its custom_ids are checked before anything runs",
                 hint="write it to a file first",
             )
+        if openai and self._setup.paths.output.suffix.lower() == ".parquet":
+            raise UsageError(
+                "an OpenAI Batch file is answered in its own format, which is JSON lines",
+                hint="name an output in .jsonl",
+            )
         if openai:
             check_custom_ids(islice(source, limit), self._stop.check)
         return openai, chain(ahead, rows)
@@ -185,7 +190,8 @@ class _JobRun:
         self._progress.say(f"{setup.shard.source}: part {setup.shard.index} of {setup.shard.count}, counted from 0")
         infer = setup.paths.output.suffix.lower() == ".parquet" and setup.source.schema is None and not openai
         surveyed = survey(islice(setup.source, self._job.limit), infer=infer, tick=self._stop.check)
-        self._part = Part(setup.shard, setup.shard.rows(surveyed.num_rows), surveyed.num_rows)
+        own = setup.shard.rows(surveyed.num_rows)
+        self._part = Part(setup.shard, own, surveyed.num_rows, setup.job_digest(surveyed.digest))
         self._row_count.value = len(self._part.rows)
         self._progress.say(f"rows {self._part.rows.start} to {self._part.rows.stop - 1} of {surveyed.num_rows}")
         return surveyed
@@ -285,6 +291,9 @@ class _JobRun:
             frozenset(reader.colliding_names) if surveyed is None else surveyed.colliding_names,
             openai,
         )
+        renamed = [f"{ours} as {written}" for ours, written in layout.names.items() if written != ours]
+        if renamed and not openai:
+            self._progress.say(f"columns of the input have names of ours, which are written {', '.join(renamed)}")
         ledger.forget()  # its memory is needed for the latencies
         is_new, report = finish(
             self._setup,
@@ -321,7 +330,7 @@ class _JobRun:
         )
 
     def _interrupted(self, reason: str) -> JobSummary:
-        num_rows = self._writer.tally.num_rows
+        num_rows = max(self._writer.tally.num_rows, len(self._checkpoint.ledger))
         self._progress.say(f"stopped by {reason}: {num_rows} finished rows are safe; {RESUME_HINT}")
         return self._summary("interrupted", self._job.interrupted_exit_code, {}, reason)
 

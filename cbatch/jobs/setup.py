@@ -10,7 +10,7 @@ from cbatch.engine.grammar import INSTALL_HINT, is_installed
 from cbatch.errors import UsageError
 from cbatch.io.sources import FilePart, Source, open_source
 from cbatch.jobs.identity import identify_model
-from cbatch.jobs.keys import job_identity
+from cbatch.jobs.keys import hash_text, job_identity
 from cbatch.jobs.params import STRUCTURES, ParamReader
 from cbatch.jobs.paths import JobPaths
 from cbatch.jobs.rendering import Renderer
@@ -37,6 +37,12 @@ class JobSetup:
     def identity(self) -> bytes:
         """What all rows have in common and their answers depend on, hashed."""
         return job_identity(self.model_identity, self.job.generation_config, self.job.seed)
+
+    def job_digest(self, rows: bytes) -> str:
+        """Hash what must be the same for parts to make one output: the input's `rows`, settings and model."""
+        job = self.job
+        settings = (job.sampling, job.prompt_column, job.template, job.system_prompt, job.row_params, self.fit)
+        return hash_text(f"{self.identity.hex()} {rows.hex()} {settings!r}").hex()
 
     @property
     def fit(self) -> str:

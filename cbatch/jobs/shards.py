@@ -47,14 +47,16 @@ class Part:
     shard: Shard
     rows: range
     all_rows: int
+    job: str  # hash of input, settings and model: parts of one job have the same one
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, int | str]:
         """Return what the part's report says of it."""
         return {
             "index": self.shard.index,
             "count": self.shard.count,
             "first_row": self.rows.start,
             "all_rows": self.all_rows,
+            "job": self.job,
         }
 
 
@@ -123,13 +125,14 @@ def find_problem(output: Path, count: int) -> str | None:
         if not isinstance(shard, dict):
             return f"{path} has no report beside it"
         first = first or report
-        expected = Part(Shard(index, count, ""), Shard(index, count, "").rows(shard["all_rows"]), shard["all_rows"])
+        own = Shard(index, count, "")
+        expected = Part(own, own.rows(shard["all_rows"]), shard["all_rows"], shard.get("job", ""))
         if shard != expected.as_dict() or report["rows"] != len(expected.rows):
             return f"{path} does not hold the rows that part {index} of {count} should"
         if shard["all_rows"] != first["shard"]["all_rows"]:
             return f"{path} is of {shard['all_rows']} rows, the first part of {first['shard']['all_rows']}"
-        if any(report["hashes"][name] != first["hashes"][name] for name in ("model", "columns")):
-            return f"{path} is of another model, or has other columns, than the first part"
+        if shard["job"] != first["shard"]["job"] or report["hashes"]["columns"] != first["hashes"]["columns"]:
+            return f"{path} is of another job than the first part: its input, settings or model differ"
     return None
 
 

@@ -6,6 +6,8 @@ file is checked for ids that are used twice.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 MAX_DUPLICATES_SHOWN = 5
+DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class Survey:
     """What the whole input holds."""
 
     num_rows: int
+    digest: bytes  # of all rows: the same input has the same one
     colliding_names: frozenset[str]  # columns that are named like ours
     asked: frozenset[str]  # words by which rows ask for optional columns
     schema: pa.Schema | None  # found over all rows, where asked for
@@ -51,18 +55,20 @@ def survey(rows: Iterable[Row], *, infer: bool, tick: Callable[[], None]) -> Sur
         from cbatch.io.inference import TypeInference
 
         inference = TypeInference()
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     num_rows = 0
     names: set[str] = set()
     asked: set[str] = set()
     for row in rows:
         tick()
         num_rows += 1
+        digest.update(hash_text(json.dumps(row.columns, default=repr)))
         names.update(name for name in row.columns if is_like_ours(name))
         asked |= words_of_row(row.columns)
         if inference is not None:
             inference.observe(row.columns)
     schema = inference.schema() if inference is not None else None
-    return Survey(num_rows, frozenset(names), frozenset(asked), schema)
+    return Survey(num_rows, digest.digest(), frozenset(names), frozenset(asked), schema)
 
 
 def check_custom_ids(rows: Iterable[Row], tick: Callable[[], None]) -> None:

@@ -41,6 +41,7 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     recomputed_tokens: int = 0
+    preemptions: int = 0
     output_tokens: int = 0
     good_tokens: int = 0  # of the rows that kept the targets
     computed_tokens: int = 0
@@ -77,6 +78,7 @@ class Totals:
         self.prompt_tokens += result.get("prompt_tokens") or 0
         self.cached_tokens += result.get("cached_tokens") or 0
         self.recomputed_tokens += result.get("recomputed_tokens") or 0
+        self.preemptions += result.get("preemptions") or 0
         self.output_tokens += num_tokens
         self.good_tokens += num_tokens if error is None and self.targets.are_met(result) else 0
         self.computed_tokens += head.computed_tokens

@@ -13,7 +13,7 @@ import pytest
 from cbatch.config import SamplingParams
 from cbatch.engine.request import Prompt
 from cbatch.engine.samples import sample_seed
-from cbatch.errors import InputError, RowError
+from cbatch.errors import InputError, RowError, UsageError
 from cbatch.jobs.openai import BatchRequests
 from cbatch.jobs.params import ParamReader
 from tests.conftest import ROOT
@@ -269,6 +269,13 @@ def test_a_batch_file_on_standard_input_is_refused(bench: Bench) -> None:
     assert done.returncode == 2, done.stderr
     assert "write it to a file first" in done.stderr
     assert not bench.output.exists()
+
+
+def test_a_batch_file_cannot_be_answered_in_parquet(bench: Bench) -> None:
+    bench.write([chat("a")])
+    with pytest.raises(UsageError, match="JSON lines"):
+        bench.run(output=str(bench.path / "out.parquet"))
+    assert bench.num_prompts_run == 0
 
 
 def test_an_id_column_alone_makes_no_batch_file(bench: Bench) -> None:

@@ -110,6 +110,18 @@ def test_a_missing_named_column_lists_what_there_is() -> None:
     assert refused({"question": None}, "question").code == "empty_prompt"
 
 
+def test_text_in_parts_is_joined_and_other_parts_are_refused() -> None:
+    parts = [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]
+    assert encode({"messages": [USER | {"content": parts}]}) == encode({"messages": [USER | {"content": "hi\nyou"}]})
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    error = refused({"messages": [USER | {"content": [parts[0], image]}]})
+    assert (error.code, "messages[0].content[1]" in error.message, "image_url" in error.message) == (
+        "bad_prompt",
+        True,
+        True,
+    )
+
+
 def test_a_chat_without_a_template_names_the_way_out() -> None:
     with pytest.raises(RowError, match="no chat template") as caught:
         encode({"messages": [USER]}, tokenizer=StubTokenizer(has_chat_template=False))

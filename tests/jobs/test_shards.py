@@ -146,8 +146,24 @@ def test_a_part_of_another_model_is_refused_and_unmarks_success(bench: Bench) ->
     (bench.path / "other" / "config.json").write_text('{"another": 1}')
     bench.run(shard="1/2", model=str(bench.path / "other"))
     assert not (bench.path / "out.jsonl.parts" / "_SUCCESS").exists()
-    with pytest.raises(InputError, match="another model"):
+    with pytest.raises(InputError, match="another job than the first part"):
         merge_parts(str(bench.output))
+
+
+@pytest.mark.parametrize("change", ["parameters", "input", "template"])
+def test_a_part_of_another_job_is_refused(bench: Bench, change: str) -> None:
+    """As after an array of which one task ran again with something changed: the row numbers alone would fit."""
+    for index in range(2):
+        bench.run(shard=f"{index}/2")
+    options: dict[str, object] = {"sampling": {"max_tokens": 2}} if change == "parameters" else {}
+    if change == "template":
+        options = {"template": "{{prompt}}!"}
+    if change == "input":
+        bench.write([{"id": n, "prompt": f"another {n}"} for n in range(15)])
+    bench.run(shard="1/2", **options)
+    with pytest.raises(InputError, match="another job than the first part"):
+        merge_parts(str(bench.output))
+    assert not bench.output.exists()
 
 
 def test_nothing_to_merge_is_a_usage_error(bench: Bench) -> None:
@@ -255,7 +271,7 @@ def test_openai_shards_merge_answers_and_errors(bench: Bench) -> None:
             "custom_id": f"r{n}",
             "method": "POST",
             "url": "/v1/chat/completions",
-            "body": {"messages": [{"role": "user", "content": f"{n}"}], **({"n": 3} if n % 4 == 0 else {})},
+            "body": {"messages": [{"role": "user", "content": f"{n}"}], **({"temperature": -1} if n % 4 == 0 else {})},
         }
         for n in range(10)
     ]
