@@ -11,8 +11,12 @@ from pathlib import Path
 import psutil
 import torch
 
-CGROUP_V2 = Path("/sys/fs/cgroup")
-CGROUP_V1 = Path("/sys/fs/cgroup/memory")
+from cbatch.models.machine import cgroup_folders
+
+# Limit and usage, in versions 2 and 1 of control groups.
+CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+MAPS = Path("/proc/self/maps")
+WEIGHTS_SUFFIX = ".safetensors"
 CPU_OUT_OF_MEMORY = ("not enough memory", "can't allocate memory")
 
 
@@ -29,8 +33,10 @@ def free_memory(device: torch.device) -> FreeMemory:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return FreeMemory(free, "free on the GPU")
-    available = FreeMemory(psutil.virtual_memory().available, "available memory")
-    container = _free_in_container()
+    # Mapped weights lie in the page cache, which counts as available.
+    num_mapped = _num_mapped_bytes()
+    available = FreeMemory(max(0, psutil.virtual_memory().available - num_mapped), "available memory")
+    container = _free_in_container(num_mapped)
     return container if container is not None and container.num_bytes < available.num_bytes else available
 
 
@@ -41,23 +47,39 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in CPU_OUT_OF_MEMORY)
 
 
-def _free_in_container() -> FreeMemory | None:
-    for folder, limit_file, usage_file in (
-        (CGROUP_V2, "memory.max", "memory.current"),
-        (CGROUP_V1, "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            limit = (folder / limit_file).read_text().strip()
-            usage = int((folder / usage_file).read_text())
-            reclaimable = _inactive_file_bytes(folder / "memory.stat")
-        except (OSError, ValueError):
-            continue
-        if limit != "max":
-            return FreeMemory(max(0, int(limit) - usage + reclaimable), "the container's memory limit")
-    return None
+def _free_in_container(num_mapped: int) -> FreeMemory | None:
+    """Find the tightest limit of this process's control group and those above it."""
+    free = [
+        num_bytes
+        for folder in cgroup_folders("memory")
+        for files in CGROUP_FILES
+        if (num_bytes := _free_under(folder, *files, num_mapped)) is not None
+    ]
+    return FreeMemory(min(free), "the container's memory limit") if free else None
+
+
+def _free_under(folder: Path, limit_file: str, usage_file: str, num_mapped: int) -> int | None:
+    try:
+        limit = (folder / limit_file).read_text().strip()
+        usage = int((folder / usage_file).read_text())
+        reclaimable = _inactive_file_bytes(folder / "memory.stat")
+        # The kernel could drop the weights' pages as well, but every step reads them.
+        return None if limit == "max" else max(0, int(limit) - usage + max(0, reclaimable - num_mapped))
+    except (OSError, ValueError):
+        return None
 
 
 def _inactive_file_bytes(stat: Path) -> int:
     """Read how much of the usage is page cache that the kernel drops on demand."""
     fields = dict(line.split() for line in stat.read_text().splitlines())
     return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+
+
+def _num_mapped_bytes() -> int:
+    """Count the bytes of weights that are not copied into memory but mapped from their files."""
+    try:
+        lines = MAPS.read_text().splitlines()
+    except OSError:
+        return 0
+    ranges = [line.split(maxsplit=1)[0].split("-") for line in lines if line.endswith(WEIGHTS_SUFFIX)]
+    return sum(int(end, 16) - int(start, 16) for start, end in ranges)

@@ -14,7 +14,14 @@ from cbatch.config import EngineConfig
 from cbatch.engine.cache.build import group_layers
 from cbatch.engine.memory import FreeMemory
 from cbatch.engine.scheduler import SCHEDULERS
-from cbatch.engine.sizing import StepFootprint, block_bytes, num_blocks_in, page_bytes, step_footprint
+from cbatch.engine.sizing import (
+    StepFootprint,
+    block_bytes,
+    longest_context,
+    num_blocks_in,
+    page_bytes,
+    step_footprint,
+)
 from cbatch.errors import DoesNotFitError, UsageError
 from cbatch.models.inspect import ModelShape
 from cbatch.models.load import LoadedModel
@@ -22,8 +29,7 @@ from cbatch.units import GIB, ceil_div, format_bytes
 
 DEFAULT_PAGE_SIZE = 16  # as vLLM's; wastes half a page per request, under 4 % from 200 tokens on
 MIN_BATCH_TOKENS = 16
-TOKENS_PER_REQUEST = 4  # of a batch whose size memory limits
-STEP_SHARE = 0.25  # of the memory, at most, for a step's tensors; the rest is cache
+STEP_SHARE = 0.25  # of the memory, at most, for what grows with a step's batch; the rest is cache
 
 Value = TypeVar("Value")
 
@@ -165,27 +171,36 @@ def _plan_batch(
     budget: float,
 ) -> _Batch:
     """Choose the batch's limits: the defaults, halved until a step takes no more than its share of the memory."""
-    by_device = f"default on {loaded.device.type.upper()}"
+    shape, dtype = loaded.shape, loaded.dtype
+    page_size = config.page_size or DEFAULT_PAGE_SIZE
+    cache = budget if config.num_blocks is None else config.num_blocks * block_bytes(shape, dtype, page_size)
+    context = longest_context(shape, dtype, cache, max_model_len)
     tokens = config.max_batch_tokens or defaults.max_batch_tokens
     requests = min(config.max_requests_per_batch or defaults.max_requests_per_batch, tokens)
+    unhalved = tokens, requests
 
     def footprint() -> StepFootprint:
-        return step_footprint(
-            loaded.shape, loaded.dtype, max_batch_tokens=tokens, max_requests=requests, max_model_len=max_model_len
-        )
+        return step_footprint(shape, dtype, max_batch_tokens=tokens, max_requests=requests, max_context=context)
 
-    while config.max_batch_tokens is None and tokens > MIN_BATCH_TOKENS and footprint().total > STEP_SHARE * budget:
-        tokens //= 2
+    while footprint().growing > STEP_SHARE * budget:
+        before = tokens, requests
+        if config.max_batch_tokens is None:
+            tokens = max(MIN_BATCH_TOKENS, tokens // 2)
         if config.max_requests_per_batch is None:
-            requests = min(requests, max(1, tokens // TOKENS_PER_REQUEST))
-    scarce = f"halved until a step takes at most {STEP_SHARE:.0%} of the memory"
-    decided.choose(
-        "max_batch_tokens",
-        config.max_batch_tokens,
-        tokens,
-        by_device if tokens == defaults.max_batch_tokens else scarce,
-    )
-    reason = by_device if requests == defaults.max_requests_per_batch else "goes with max_batch_tokens"
+            requests = max(1, requests // 2)
+        requests = min(requests, tokens)
+        if (tokens, requests) == before:
+            break
+    by_device = f"default on {loaded.device.type.upper()}"
+    scarce = f"halved until a step's batch takes at most {STEP_SHARE:.0%} of the memory"
+    reason = by_device if tokens == unhalved[0] else scarce
+    decided.choose("max_batch_tokens", config.max_batch_tokens, tokens, reason)
+    if requests < unhalved[1]:
+        reason = scarce
+    elif requests < defaults.max_requests_per_batch:
+        reason = "no more than max_batch_tokens"
+    else:
+        reason = by_device
     given = config.max_requests_per_batch if requests == config.max_requests_per_batch else None
     decided.choose("max_requests_per_batch", given, requests, reason)
     groups = group_layers(loaded.shape.sliding_windows, max_model_len)
@@ -193,7 +208,7 @@ def _plan_batch(
         max_batch_tokens=tokens,
         max_requests=requests,
         max_model_len=max_model_len,
-        page_size=config.page_size or DEFAULT_PAGE_SIZE,
+        page_size=page_size,
         pages_per_chunk=lcm(*map(len, groups.values())),
         footprint=footprint(),
     )
@@ -214,10 +229,11 @@ def _plan_num_blocks(
         return num_blocks
     have = f"{format_bytes(budget)} of {format_bytes(memory.num_bytes)} ({memory.source}) may be taken"
     needs = f"a step of {batch.max_batch_tokens} tokens takes {format_bytes(batch.footprint.total)} of it"
-    if config.num_blocks is None:
+    if fitting == 0:
         raise DoesNotFitError(
             f"no memory is left for the KV cache: {have}, and {needs}",
-            hint="lower max_batch_tokens or max_model_len, raise max_memory_percent, or take a smaller model",
+            hint="lower max_batch_tokens, max_requests_per_batch, max_model_len or cpu_offload_space, raise "
+            "max_memory_percent, or take a smaller model",
         )
     asked = format_bytes(num_blocks * block_bytes(loaded.shape, loaded.dtype, batch.page_size))
     raise DoesNotFitError(

@@ -29,6 +29,8 @@ from cbatch.engine.edits import LogitEdits, must_go_on
 from cbatch.engine.request import Request
 from cbatch.engine.samples import sample_seed
 
+MAX_DRAWN = 2**19  # logits that are drawn from at a time: what drawing takes beside them stays within 30 MB
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
@@ -95,12 +97,12 @@ def _choose(logits: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.edits is not None:
         batch.edits.apply(logits)
     drawn = np.flatnonzero(batch.temperature > 0)
-    if len(drawn) == len(batch.rows):
-        return _draw(logits, batch, drawn)
     tokens = logits.argmax(dim=-1)
-    if len(drawn):
-        index = torch.from_numpy(drawn).to(logits.device)
-        tokens[index] = _draw(logits[index], batch, drawn)
+    most = max(1, MAX_DRAWN // logits.shape[-1])
+    for start in range(0, len(drawn), most):
+        rows = drawn[start : start + most]
+        index = torch.from_numpy(rows).to(logits.device)
+        tokens[index] = _draw(logits[index], batch, rows)
     return tokens
 
 

@@ -112,7 +112,7 @@ def _num_allowed_cpus() -> int:
 def _cgroup_cpus() -> float | None:
     """Read the CPU quota of this process's control group or of one above it, in CPUs; None where there is none."""
     quotas = []
-    for folder in _cgroup_folders():
+    for folder in cgroup_folders("cpu"):
         try:
             if (folder / "cpu.max").is_file():
                 quota, period = (folder / "cpu.max").read_text().split()
@@ -126,18 +126,18 @@ def _cgroup_cpus() -> float | None:
     return min(quotas, default=None)
 
 
-def _cgroup_folders() -> list[Path]:
-    """List the folders that may hold this process's CPU quota, version 2 (`0::/a/b`) and version 1 (`4:cpu:/a/b`)."""
-    folders = [CGROUPS, CGROUPS / "cpu"]
+def cgroup_folders(controller: str) -> list[Path]:
+    """List the folders that may limit this process, version 2 (`0::/a/b`) and version 1 (`4:cpu:/a/b`)."""
+    folders = [CGROUPS, CGROUPS / controller]
     try:
         lines = OWN_CGROUP.read_text().splitlines()
     except OSError:
         return folders
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        root = CGROUPS / "cpu" if controllers else CGROUPS
+        root = CGROUPS / controller if controllers else CGROUPS
         parts = [part for part in path.split("/") if part and part != ".."]
         folders.extend(root.joinpath(*parts[: i + 1]) for i in range(len(parts)))
     return folders
