@@ -6,9 +6,12 @@ what is left for the cache is known. The plan is frozen, printed at the start an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import TypeVar
+
+import torch
 
 from cbatch.config import EngineConfig
 from cbatch.engine.cache.build import group_layers
@@ -17,8 +20,8 @@ from cbatch.engine.scheduler import SCHEDULERS
 from cbatch.engine.sizing import (
     StepFootprint,
     block_bytes,
+    cache_bytes,
     longest_context,
-    num_blocks_in,
     page_bytes,
     step_footprint,
 )
@@ -110,7 +113,7 @@ def plan_engine(config: EngineConfig, loaded: LoadedModel, memory: FreeMemory, a
     host_pages = int(offload * GIB) // page_bytes(shape, loaded.dtype, page_size)
     budget = memory.num_bytes * percent - (offload * GIB if device.type == "cpu" else 0)
     batch = _plan_batch(config, loaded, decided, defaults, max_model_len, budget)
-    num_blocks = _plan_num_blocks(config, loaded, decided, batch, memory, budget)
+    num_blocks = _plan_num_blocks(config, decided, batch, memory, budget)
     scheduler_type = decided.choose("scheduler_type", config.scheduler_type, "fifo", "default")
     margin = SCHEDULERS[scheduler_type].default_safety_margin
     sharing, reason = _decide_sharing(config, shape, max_model_len)
@@ -152,14 +155,32 @@ class _Decisions:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The largest batch, and what the rest of the sizing needs to know of it."""
+    """The largest batch, and what a cache and the steps over it take."""
 
+    shape: ModelShape
+    dtype: torch.dtype
     max_batch_tokens: int
     max_requests: int
     max_model_len: int
     page_size: int
-    pages_per_chunk: int
-    footprint: StepFootprint
+
+    def step(self, num_blocks: int = 0) -> StepFootprint:
+        """Give what a step takes, the longest of its contexts being all that so many blocks hold."""
+        cache = num_blocks * block_bytes(self.shape, self.dtype, self.page_size)
+        return step_footprint(
+            self.shape,
+            self.dtype,
+            max_batch_tokens=self.max_batch_tokens,
+            max_requests=self.max_requests,
+            max_context=longest_context(self.shape, self.dtype, cache, self.max_model_len),
+        )
+
+    def total(self, num_blocks: int) -> int:
+        """Count the bytes of a cache of so many blocks and of a step over it."""
+        groups = group_layers(self.shape.sliding_windows, self.max_model_len)
+        pages_per_chunk = lcm(*map(len, groups.values()))
+        cache = cache_bytes(self.shape, self.dtype, self.page_size, num_blocks, pages_per_chunk)
+        return cache + self.step(num_blocks).total
 
 
 def _plan_batch(
@@ -171,73 +192,58 @@ def _plan_batch(
     budget: float,
 ) -> _Batch:
     """Choose the batch's limits: the defaults, halved until a step takes no more than its share of the memory."""
-    shape, dtype = loaded.shape, loaded.dtype
-    page_size = config.page_size or DEFAULT_PAGE_SIZE
-    cache = budget if config.num_blocks is None else config.num_blocks * block_bytes(shape, dtype, page_size)
-    context = longest_context(shape, dtype, cache, max_model_len)
     tokens = config.max_batch_tokens or defaults.max_batch_tokens
     requests = min(config.max_requests_per_batch or defaults.max_requests_per_batch, tokens)
-    unhalved = tokens, requests
-
-    def footprint() -> StepFootprint:
-        return step_footprint(shape, dtype, max_batch_tokens=tokens, max_requests=requests, max_context=context)
-
-    while footprint().growing > STEP_SHARE * budget:
-        before = tokens, requests
+    page_size = config.page_size or DEFAULT_PAGE_SIZE
+    first = batch = _Batch(loaded.shape, loaded.dtype, tokens, requests, max_model_len, page_size)
+    while batch.step().growing > STEP_SHARE * budget:
         if config.max_batch_tokens is None:
             tokens = max(MIN_BATCH_TOKENS, tokens // 2)
         if config.max_requests_per_batch is None:
             requests = max(1, requests // 2)
-        requests = min(requests, tokens)
-        if (tokens, requests) == before:
+        smaller = replace(batch, max_batch_tokens=tokens, max_requests=min(requests, tokens))
+        if smaller == batch:
             break
+        batch = smaller
     by_device = f"default on {loaded.device.type.upper()}"
     scarce = f"halved until a step's batch takes at most {STEP_SHARE:.0%} of the memory"
-    reason = by_device if tokens == unhalved[0] else scarce
-    decided.choose("max_batch_tokens", config.max_batch_tokens, tokens, reason)
-    if requests < unhalved[1]:
+    reason = by_device if batch.max_batch_tokens == first.max_batch_tokens else scarce
+    decided.choose("max_batch_tokens", config.max_batch_tokens, batch.max_batch_tokens, reason)
+    if batch.max_requests < first.max_requests:
         reason = scarce
-    elif requests < defaults.max_requests_per_batch:
+    elif batch.max_requests < defaults.max_requests_per_batch:
         reason = "no more than max_batch_tokens"
     else:
         reason = by_device
-    given = config.max_requests_per_batch if requests == config.max_requests_per_batch else None
-    decided.choose("max_requests_per_batch", given, requests, reason)
-    groups = group_layers(loaded.shape.sliding_windows, max_model_len)
-    return _Batch(
-        max_batch_tokens=tokens,
-        max_requests=requests,
-        max_model_len=max_model_len,
-        page_size=page_size,
-        pages_per_chunk=lcm(*map(len, groups.values())),
-        footprint=footprint(),
-    )
+    given = config.max_requests_per_batch if batch.max_requests == config.max_requests_per_batch else None
+    decided.choose("max_requests_per_batch", given, batch.max_requests, reason)
+    return batch
 
 
 def _plan_num_blocks(
-    config: EngineConfig, loaded: LoadedModel, decided: _Decisions, batch: _Batch, memory: FreeMemory, budget: float
+    config: EngineConfig, decided: _Decisions, batch: _Batch, memory: FreeMemory, budget: float
 ) -> int:
-    """Choose the size of the cache: what is left, and no more than the largest batch can use."""
-    left = budget - batch.footprint.total
-    fitting = max(0, num_blocks_in(left, loaded.shape, loaded.dtype, batch.page_size, batch.pages_per_chunk))
+    """Choose the size of the cache: what the steps leave, and no more than the largest batch can use."""
     usable = batch.max_requests * ceil_div(batch.max_model_len, batch.page_size)
+    most = max(usable, config.num_blocks or 0)
+    fitting = max(0, bisect_right(range(most + 1), budget, key=batch.total) - 1)
     reason = f"what a step leaves of {format_bytes(budget)} (max_memory_percent of the {memory.source})"
-    if usable < fitting:
+    if usable <= fitting:
         reason = "all that max_requests_per_batch requests can use"
     num_blocks = decided.choose("num_blocks", config.num_blocks, min(fitting, usable), reason)
     if 1 <= num_blocks <= fitting:
         return num_blocks
-    have = f"{format_bytes(budget)} of {format_bytes(memory.num_bytes)} ({memory.source}) may be taken"
-    needs = f"a step of {batch.max_batch_tokens} tokens takes {format_bytes(batch.footprint.total)} of it"
+    have = f"{format_bytes(max(0, budget))} of {format_bytes(memory.num_bytes)} ({memory.source}) may be taken"
+    step = f"a step of {batch.max_batch_tokens} tokens takes {format_bytes(batch.step(max(1, num_blocks)).total)} of it"
     if fitting == 0:
         raise DoesNotFitError(
-            f"no memory is left for the KV cache: {have}, and {needs}",
-            hint="lower max_batch_tokens, max_requests_per_batch, max_model_len or cpu_offload_space, raise "
-            "max_memory_percent, or take a smaller model",
+            f"no memory is left for the KV cache: {have}, and {step}",
+            hint="lower max_batch_tokens, max_requests_per_batch or cpu_offload_space, raise max_memory_percent, or "
+            "take a smaller model",
         )
-    asked = format_bytes(num_blocks * block_bytes(loaded.shape, loaded.dtype, batch.page_size))
+    asked = format_bytes(num_blocks * block_bytes(batch.shape, batch.dtype, batch.page_size))
     raise DoesNotFitError(
-        f"num_blocks {num_blocks} needs {asked}, but {have}, and {needs}",
+        f"num_blocks {num_blocks} needs {asked}, but {have}, and {step}",
         hint=f"at most {fitting} blocks of {batch.page_size} tokens fit",
     )
 

@@ -15,7 +15,7 @@ import torch
 from cbatch.engine.cache.pool import NUM_RESERVED_CHUNKS
 from cbatch.engine.sampling import MAX_DRAWN
 from cbatch.models.inspect import ModelShape
-from cbatch.units import MIB
+from cbatch.units import MIB, ceil_div
 
 INDEX_TENSORS = 4  # token ids, positions, slots of two attention types
 GATHERED_TOKENS = 16_384  # context that the reference attention copies out of the pages at a time
@@ -82,7 +82,7 @@ def block_bytes(shape: ModelShape, dtype: torch.dtype, page_size: int) -> int:
     return shape.num_layers * page_bytes(shape, dtype, page_size)
 
 
-def num_blocks_in(budget: float, shape: ModelShape, dtype: torch.dtype, page_size: int, pages_per_chunk: int) -> int:
-    """Count the whole-model blocks that `budget` bytes hold, beside the reserved chunks."""
-    pages = int(budget // page_bytes(shape, dtype, page_size)) - NUM_RESERVED_CHUNKS * pages_per_chunk
-    return pages // pages_per_chunk * pages_per_chunk // shape.num_layers
+def cache_bytes(shape: ModelShape, dtype: torch.dtype, page_size: int, num_blocks: int, pages_per_chunk: int) -> int:
+    """Count the bytes of a cache of whole-model blocks: whole chunks, and the reserved ones."""
+    num_chunks = ceil_div(num_blocks * shape.num_layers, pages_per_chunk) + NUM_RESERVED_CHUNKS
+    return num_chunks * pages_per_chunk * page_bytes(shape, dtype, page_size)

@@ -16,7 +16,7 @@ import torch
 from cbatch.engine import memory
 from cbatch.engine.cache.build import build_cache, group_layers
 from cbatch.engine.memory import FreeMemory, free_memory
-from cbatch.engine.sizing import block_bytes, longest_context, num_blocks_in, page_bytes, step_footprint
+from cbatch.engine.sizing import block_bytes, cache_bytes, longest_context, page_bytes, step_footprint
 from cbatch.models import machine
 from cbatch.models.inspect import ModelShape
 from cbatch.units import GIB
@@ -133,29 +133,21 @@ def test_a_page_holds_keys_and_values_of_the_kv_heads() -> None:
 
 
 @pytest.mark.parametrize("windows", [(None,) * 30, (512,) * 30, ((512,) * 5 + (None,)) * 5, (512, 512, None) * 10])
-@pytest.mark.parametrize("budget", [10**6, 10**7, 10**9])
-def test_the_blocks_that_are_planned_fit_the_budget_and_no_more_would(
-    windows: tuple[int | None, ...], budget: int
-) -> None:
+@pytest.mark.parametrize("num_blocks", [1, 7, 1000])
+def test_the_cache_takes_what_its_pages_do(windows: tuple[int | None, ...], num_blocks: int) -> None:
     shape = make_shape(sliding_windows=windows)
-    sizes = [len(layers) for layers in group_layers(windows, 8192).values()]
-    pages_per_chunk = lcm(*sizes)
-    num_blocks = num_blocks_in(budget, shape, torch.float32, 16, pages_per_chunk)
-
-    def taken(num_blocks: int) -> int:
-        cache = build_cache(
-            windows,
-            num_blocks=num_blocks,
-            page_size=16,
-            max_batch_tokens=512,
-            max_model_len=8192,
-            allow_block_sharing=False,
-        )
-        return cache.pool.num_chunks * cache.pool.pages_per_chunk * page_bytes(shape, torch.float32, 16)
-
-    if num_blocks > 0:
-        assert taken(num_blocks) <= budget
-    assert taken(max(1, num_blocks + 1)) > budget
+    pool = build_cache(
+        windows,
+        num_blocks=num_blocks,
+        page_size=16,
+        max_batch_tokens=512,
+        max_model_len=8192,
+        allow_block_sharing=False,
+    ).pool
+    pages_per_chunk = lcm(*map(len, group_layers(windows, 8192).values()))
+    taken = pool.num_chunks * pool.pages_per_chunk * page_bytes(shape, torch.float32, 16)
+    assert cache_bytes(shape, torch.float32, 16, num_blocks, pages_per_chunk) == taken
+    assert taken >= num_blocks * block_bytes(shape, torch.float32, 16)
 
 
 def test_no_context_is_longer_than_the_cache_holds() -> None:
