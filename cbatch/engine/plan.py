@@ -192,13 +192,14 @@ def _plan_batch(
     budget: float,
 ) -> _Batch:
     """Choose the batch's limits: the defaults, halved until a step takes no more than its share of the memory."""
-    tokens = config.max_batch_tokens or defaults.max_batch_tokens
+    least_tokens = max(MIN_BATCH_TOKENS, config.max_requests_per_batch or 0)  # each request has one at least
+    tokens = config.max_batch_tokens or max(defaults.max_batch_tokens, least_tokens)
     requests = min(config.max_requests_per_batch or defaults.max_requests_per_batch, tokens)
     page_size = config.page_size or DEFAULT_PAGE_SIZE
     first = batch = _Batch(loaded.shape, loaded.dtype, tokens, requests, max_model_len, page_size)
     while batch.step().growing > STEP_SHARE * budget:
         if config.max_batch_tokens is None:
-            tokens = max(MIN_BATCH_TOKENS, tokens // 2)
+            tokens = max(least_tokens, tokens // 2)
         if config.max_requests_per_batch is None:
             requests = max(1, requests // 2)
         smaller = replace(batch, max_batch_tokens=tokens, max_requests=min(requests, tokens))
@@ -207,7 +208,10 @@ def _plan_batch(
         batch = smaller
     by_device = f"default on {loaded.device.type.upper()}"
     scarce = f"halved until a step's batch takes at most {STEP_SHARE:.0%} of the memory"
-    reason = by_device if batch.max_batch_tokens == first.max_batch_tokens else scarce
+    if batch.max_batch_tokens < first.max_batch_tokens:
+        reason = scarce
+    else:
+        reason = by_device if batch.max_batch_tokens > least_tokens else "one for each of max_requests_per_batch"
     decided.choose("max_batch_tokens", config.max_batch_tokens, batch.max_batch_tokens, reason)
     if batch.max_requests < first.max_requests:
         reason = scarce

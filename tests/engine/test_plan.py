@@ -117,6 +117,14 @@ def test_requests_are_halved_though_the_tokens_are_given(loaded: LoadedModel) ->
     assert plan.max_requests_per_batch < 128
 
 
+def test_requests_that_are_given_have_a_token_each(loaded: LoadedModel) -> None:
+    for num_bytes in (GIB, 100 * GIB):
+        plan = make_plan(loaded, SMALL, num_bytes, max_requests_per_batch=600)
+        assert plan.max_requests_per_batch == plan.max_batch_tokens == 600
+        assert "max_requests_per_batch" in plan.reasons["max_batch_tokens"]
+        assert plan.reasons["max_requests_per_batch"] == "given"
+
+
 def test_a_long_context_does_not_shrink_the_batch(loaded: LoadedModel) -> None:
     """What scoring a long context takes does not grow with the batch."""
     plan = make_plan(loaded, LARGE, 24 * GIB)
