@@ -224,7 +224,9 @@ class Engine:
         """Look at the cache while the step's blocks are all in use, and its tokens in them."""
         filled = {request: request.num_computed_tokens for request in self._scheduler.active}
         filled |= {item.request: item.num_computed_before + item.num_tokens for item in plan.items}
-        waste = self._cache.waste_fraction(filled)
+        usage, waste = self._cache.usage, self._cache.waste_fraction(filled)
+        self.stats.usage_sum += usage
+        self.stats.max_cache_usage = max(self.stats.max_cache_usage, usage)
         if waste is not None:
             self.stats.waste_sum += waste
             self.stats.waste_steps += 1

@@ -25,8 +25,15 @@ class EngineStats:
     restores: int = 0  # and back
     soft_resets: int = 0
     out_of_memory_steps: int = 0  # forward passes that failed for want of memory and were tried again, smaller
+    usage_sum: float = 0.0  # of the share of the cache that requests own while a step runs
+    max_cache_usage: float = 0.0  # the most that it was
     waste_sum: float = 0.0  # of the per-step waste fractions
     waste_steps: int = 0
+
+    @property
+    def mean_cache_usage(self) -> float:
+        """Share of the cache that requests owned, averaged over steps."""
+        return self.usage_sum / self.steps if self.steps else 0.0
 
     @property
     def kv_waste_fraction(self) -> float:

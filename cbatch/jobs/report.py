@@ -54,7 +54,11 @@ def engine_figures(stats: EngineStats) -> dict[str, Any]:
     return {
         "steps": stats.steps,
         "offloads": stats.offloads,
+        "restores": stats.restores,
         "soft_resets": stats.soft_resets,
+        "out_of_memory_steps": stats.out_of_memory_steps,
+        "mean_cache_usage": stats.mean_cache_usage,
+        "max_cache_usage": stats.max_cache_usage,
         "kv_waste_fraction": stats.kv_waste_fraction,
         "schedule_s": stats.schedule_s,
     }

@@ -300,6 +300,30 @@ def test_a_window_that_the_model_ignores_is_no_wrong_answer_but_a_refusal(family
         list(engine.generate([Prompt(0, PROMPTS[0], SamplingParams(max_tokens=4))]))
 
 
+# Counts
+
+
+def test_waste_and_usage_are_those_of_the_cache_while_steps_run(family: Callable[[str], Family]) -> None:
+    settings = {"page_size": 16, "num_blocks": 20, "max_batch_tokens": ALL}
+    engine = Engine.over(family("llama").loaded, EngineConfig(model="llama", **settings))  # type: ignore[arg-type]
+    prompt = [7] * 100
+    list(engine.generate([Prompt(0, prompt, SamplingParams(max_tokens=2, ignore_eos=True))]))
+    # Seven blocks of 16 slots hold 100 tokens, and then 101.
+    assert engine.stats.kv_waste_fraction == pytest.approx((12 + 11) / 2 / 112)
+    assert engine.stats.mean_cache_usage == engine.stats.max_cache_usage == pytest.approx(7 / 20)
+
+
+def test_a_failure_is_no_token(tmp_path: Path) -> None:
+    config = EngineConfig(model=str(build_tiny("llama", tmp_path)), dtype="float32", num_blocks=64)
+    loaded = load_model(config, inspect_model(config))
+    loaded.model.get_input_embeddings().weight.data[17] = float("nan")
+    engine = Engine.over(loaded, config)
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    outputs = list(engine.generate([Prompt(0, [5, 17], params), Prompt(1, [5, 6], params)]))
+    assert sum(output.error is not None for output in outputs) == 1
+    assert engine.stats.output_tokens == sum(len(output.token_ids) for output in outputs) == 3
+
+
 # The real thing
 
 
