@@ -133,6 +133,7 @@ class _JobRun:
     def execute(self) -> JobSummary:
         """Run every row that is not finished, then put the output together."""
         self._facts = self._checkpoint.facts
+        self._num_recovered = len(self._checkpoint.ledger)
         try:
             with self._stop.interruptible():
                 openai, rows = self._open_rows()
@@ -330,7 +331,7 @@ class _JobRun:
         )
 
     def _interrupted(self, reason: str) -> JobSummary:
-        num_rows = max(self._writer.tally.num_rows, len(self._checkpoint.ledger))
+        num_rows = max(self._writer.tally.num_rows, self._num_recovered)
         self._progress.say(f"stopped by {reason}: {num_rows} finished rows are safe; {RESUME_HINT}")
         return self._summary("interrupted", self._job.interrupted_exit_code, {}, reason)
 

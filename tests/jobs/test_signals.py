@@ -27,6 +27,11 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
+def _take_hangups() -> None:
+    """Undo what nohup leaves to its children: a signal that is ignored stays ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Process:
     """A job in a process of its own."""
 
@@ -56,6 +61,7 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
+            preexec_fn=_take_hangups,
         )
 
     def wait_for(self, happened: Callable[[], bool]) -> None:
