@@ -300,6 +300,19 @@ def test_a_window_that_the_model_ignores_is_no_wrong_answer_but_a_refusal(family
         list(engine.generate([Prompt(0, PROMPTS[0], SamplingParams(max_tokens=4))]))
 
 
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(60, None), (60, 4), (63, None), (63, 1)])
+def test_learned_positions_are_never_outrun(tmp_path: Path, num_prompt: int, max_tokens: int | None) -> None:
+    """Positions end at 64: an index beyond them would crash, on a GPU beyond recovery."""
+    config = EngineConfig(model=str(build_tiny("gpt2", tmp_path, max_position_embeddings=64)), dtype="float32")
+    engine = Engine.load(config)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    lengths = (num_prompt, 64, 65, 5)
+    outputs = {o.request_id: o for o in engine.generate(Prompt(n, [9] * n, params) for n in lengths)}
+    assert (outputs[num_prompt].finish_reason, len(outputs[num_prompt].token_ids)) == ("length", 64 - num_prompt)
+    assert [outputs[n].finish_reason for n in (64, 65)] == ["error", "error"]
+    assert len(outputs[5].token_ids) == (max_tokens or 59)
+
+
 # Counts
 
 

@@ -400,6 +400,35 @@ def test_times_hold_together_across_offloads() -> None:
         assert metrics.preemptions == request.preemptions
 
 
+@pytest.mark.parametrize("layout", [[None, None], [4, None]], ids=["full", "sliding"])
+@pytest.mark.parametrize("num_host_pages", [AMPLE, 0], ids=["offload", "soft reset"])
+@pytest.mark.parametrize("max_batch_tokens", [5, 500], ids=["chunked", "whole"])
+@pytest.mark.parametrize("sharing", [True, False], ids=["sharing", "alone"])
+def test_all_of_sharing_chunking_moves_and_windows_together(
+    sharing: bool, max_batch_tokens: int, num_host_pages: int, layout: list[int | None]
+) -> None:
+    cache = build_cache(
+        layout,
+        num_blocks=14,
+        page_size=PAGE_SIZE,
+        max_batch_tokens=max_batch_tokens,
+        max_model_len=64,
+        allow_block_sharing=sharing,
+    )
+    harness = Harness(cache, StepLimits(max_batch_tokens, 8, AMPLE), num_host_pages=num_host_pages)
+    requests = [
+        make_request(i, [*range(9), *[30 + i] * (i % 7)], 12 + i % 5, num_types=len(cache.allocators))
+        for i in range(20)
+    ]
+    harness.add(*requests)
+    harness.run(max_steps=1_000)
+    assert all_tokens_right(requests)
+    assert (harness.num_offloads > 0) == (num_host_pages > 0)
+    assert (harness.num_soft_resets > 0) == (num_host_pages == 0)
+    found = sum(request.cached_tokens for request in requests)
+    assert (found > 0) == (sharing and layout == [None, None])
+
+
 # An adversary
 
 LAYOUTS: list[list[int | None]] = [[None], [None] * 2, [4], [4, None], [4, 4, 9, None, None]]
