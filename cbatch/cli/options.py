@@ -139,6 +139,12 @@ ENGINE_SETTINGS = (
         bounds=Bounds(0, TIB_GIB),
         metavar="GIB",
     ),
+    Setting(
+        name="deterministic",
+        target=EngineConfig,
+        panel=ENGINE,
+        help="Give every row the same bits whatever the batch, order, chunks or preemptions; CPU only, and slower.",
+    ),
 )
 
 ROW_SETTINGS = (

@@ -16,7 +16,7 @@ from cbatch_kernels.metadata import PagedMetadata
 from torch import Tensor
 
 from cbatch.engine.cache.allocator import CacheAllocator
-from cbatch.engine.cache.pool import PADDING_READ_CHUNK
+from cbatch.engine.cache.pool import PADDING_READ_CHUNK, PADDING_WRITE_CHUNK
 from cbatch.engine.logprobs import PromptPart, ScoringBatch, part_of_prompt
 from cbatch.engine.request import Request
 from cbatch.engine.sampling import SamplingBatch
@@ -40,9 +40,13 @@ class StepInputs:
 class BatchBuilder:
     """Builds `StepInputs` for one model's attention types."""
 
-    def __init__(self, allocators: Sequence[CacheAllocator], device: torch.device) -> None:
+    def __init__(
+        self, allocators: Sequence[CacheAllocator], device: torch.device, row_multiple: int | None = None
+    ) -> None:
+        """Query tokens and logits are padded to a whole number of `row_multiple`, where that is given."""
         self._allocators = allocators
         self._device = device
+        self._row_multiple = row_multiple or 1
 
     def build(self, plan: StepPlan) -> StepInputs:
         """Lay out a plan with at least one item."""
@@ -57,10 +61,10 @@ class BatchBuilder:
         sampling = [item.request for item in items if item.samples]
         parts, scored_tokens = _prompt_parts(items, last_tokens - query_lens + 1)
         return StepInputs(
-            input_ids=self._to_device(np.concatenate([_step_tokens(item) for item in items]))[None],
-            position_ids=self._to_device(positions)[None],
+            input_ids=self._padded(np.concatenate([_step_tokens(item) for item in items]))[None],
+            position_ids=self._padded(positions)[None],
             attention=[self._attention(i, items, positions, query_lens) for i in range(len(self._allocators))],
-            logits_indices=self._to_device(np.concatenate([last_tokens[samples], *scored_tokens])),
+            logits_indices=self._padded(np.concatenate([last_tokens[samples], *scored_tokens])),
             sampling=SamplingBatch.build(sampling),
             scoring=ScoringBatch.build(sampling, parts),
             result_order=[rows[i] for i, item in enumerate(plan.items) if item.samples],
@@ -90,9 +94,19 @@ class BatchBuilder:
         blocks = tables[sequence, relative // allocator.page_size].astype(np.int64)
         context_lens = np.array([item.num_computed_before + item.num_tokens for item in items], dtype=np.int64) - starts
         return AttentionInputs(
-            slot_mapping=self._to_device(blocks * allocator.page_size + relative % allocator.page_size),
-            metadata=PagedMetadata.build(query_lens, context_lens.astype(np.int32), self._to_device(tables)),
+            slot_mapping=self._padded(
+                blocks * allocator.page_size + relative % allocator.page_size,
+                with_value=PADDING_WRITE_CHUNK * allocator.page_size,
+            ),
+            metadata=PagedMetadata.build(
+                query_lens, context_lens.astype(np.int32), self._to_device(tables), starts.astype(np.int32)
+            ),
         )
+
+    def _padded(self, values: npt.NDArray[np.int64], with_value: int = 0) -> Tensor:
+        """Fill up to a whole number of rows; an empty list stays empty."""
+        missing = -len(values) % self._row_multiple
+        return self._to_device(np.pad(values, (0, missing), constant_values=with_value) if missing else values)
 
     def _to_device(self, values: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(self._device, non_blocking=True)

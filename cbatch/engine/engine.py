@@ -17,6 +17,7 @@ from cbatch_kernels import dispatch
 from cbatch.config import EngineConfig
 from cbatch.engine.cache.build import build_cache
 from cbatch.engine.cache.manager import CacheManager
+from cbatch.engine.determinism import row_multiple
 from cbatch.engine.grammar import Grammars
 from cbatch.engine.intake import Intake
 from cbatch.engine.memory import free_memory, is_out_of_memory
@@ -87,7 +88,8 @@ class Engine:
     def over(cls, loaded: LoadedModel, config: EngineConfig) -> Engine:
         """Build an engine around a model that is in memory already."""
         check_config(config, loaded.shape)
-        plan = plan_engine(config, loaded, free_memory(loaded.device), dispatch.describe_kernels(loaded.device))
+        kernels = dispatch.describe_kernels(loaded.device, fixed_order=config.deterministic)
+        plan = plan_engine(config, loaded, free_memory(loaded.device), kernels)
         cache = build_cache(
             loaded.shape.sliding_windows,
             num_blocks=plan.num_blocks,
@@ -96,7 +98,9 @@ class Engine:
             max_model_len=plan.max_model_len,
             allow_block_sharing=plan.allow_block_sharing,
         )
-        return cls(config, plan, loaded, cache, ModelRunner(loaded, cache.pool, cache.allocators, plan.num_host_pages))
+        rows = row_multiple(loaded) if plan.deterministic else None
+        runner = ModelRunner(loaded, cache.pool, cache.allocators, plan.num_host_pages, rows)
+        return cls(config, plan, loaded, cache, runner)
 
     def generate(self, prompts: Iterable[Prompt]) -> Iterator[RequestOutput]:
         """Complete `prompts`, read lazily; results come in the order in which they finish."""

@@ -15,6 +15,7 @@ import torch
 
 from cbatch.config import EngineConfig
 from cbatch.engine.cache.build import group_layers
+from cbatch.engine.determinism import check_deterministic
 from cbatch.engine.memory import FreeMemory
 from cbatch.engine.scheduler import SCHEDULERS
 from cbatch.engine.sizing import (
@@ -28,6 +29,7 @@ from cbatch.engine.sizing import (
 from cbatch.errors import DoesNotFitError, UsageError
 from cbatch.models.inspect import ModelShape
 from cbatch.models.load import LoadedModel
+from cbatch.models.machine import choose_device
 from cbatch.units import GIB, ceil_div, format_bytes
 
 DEFAULT_PAGE_SIZE = 16  # as vLLM's; wastes half a page per request, under 4 % from 200 tokens on
@@ -68,6 +70,7 @@ class EnginePlan:
     allow_block_sharing: bool
     cpu_offload_space: float  # GiB
     num_host_pages: int  # that it holds, a page being one layer's
+    deterministic: bool
     attention: str
     reasons: dict[str, str]
 
@@ -90,6 +93,8 @@ def check_config(config: EngineConfig, shape: ModelShape) -> None:
         raise UsageError(f"cpu_offload_space is {config.cpu_offload_space} GiB; it must be at least 0")
     if config.scheduler_type is not None and config.scheduler_type not in SCHEDULERS:
         raise UsageError(f"unknown scheduler_type '{config.scheduler_type}'", hint=f"known: {', '.join(SCHEDULERS)}")
+    if config.deterministic:
+        check_deterministic(shape, choose_device(config.device).value)
     if config.max_model_len is not None and config.max_model_len > shape.context_length:
         raise UsageError(
             f"max_model_len is {config.max_model_len}, but the model's context is {shape.context_length} tokens",
@@ -134,6 +139,7 @@ def plan_engine(config: EngineConfig, loaded: LoadedModel, memory: FreeMemory, a
         allow_block_sharing=sharing,
         cpu_offload_space=offload,
         num_host_pages=host_pages,
+        deterministic=decided.choose("deterministic", config.deterministic or None, False, "off by default"),
         attention=attention,
         reasons=decided.reasons,
     )

@@ -25,8 +25,14 @@ class ModelRunner:
     """A loaded model with the cache memory that it reads and writes."""
 
     def __init__(
-        self, loaded: LoadedModel, pool: CachePool, allocators: Sequence[CacheAllocator], num_host_pages: int
+        self,
+        loaded: LoadedModel,
+        pool: CachePool,
+        allocators: Sequence[CacheAllocator],
+        num_host_pages: int,
+        row_multiple: int | None = None,
     ) -> None:
+        """With a `row_multiple` (see determinism.py) what a token gets does not depend on the batch, to the bit."""
         shape, page_size = loaded.shape, allocators[0].page_size
         pages = (pool.pages_per_chunk * pool.num_chunks, shape.num_kv_heads, page_size, shape.head_dim)
         # Not zeroed: memory that no token was written to is never read into a result, and so never paid for.
@@ -37,7 +43,8 @@ class ModelRunner:
         self.host_key_pages = torch.empty((num_host_pages, *pages[1:]), dtype=loaded.dtype, pin_memory=on_gpu)
         self.host_value_pages = torch.empty_like(self.host_key_pages, pin_memory=on_gpu)
         self._model = loaded.model
-        self._builder = BatchBuilder(allocators, loaded.device)
+        self._row_multiple = row_multiple
+        self._builder = BatchBuilder(allocators, loaded.device, row_multiple)
         lanes = {layer: lane for allocator in allocators for lane, layer in enumerate(allocator.layers)}
         offsets = [lanes[layer] * pool.num_chunks for layer in range(shape.num_layers)]
         self._layer_keys = [self.key_pages[offset:] for offset in offsets]
@@ -89,6 +96,7 @@ class ModelRunner:
             value_pages=self._layer_values,
             layer_types=self._layer_types,
             inputs=dict(zip(self._types, inputs.attention, strict=True)),
+            row_multiple=self._row_multiple,
         )
         # Where none is wanted one row is computed all the same: an empty index means "all" to no model, but costs
         # less to avoid than to prove.

@@ -38,6 +38,7 @@ class PagedStep:
     value_pages: Sequence[Tensor]  # as key_pages
     layer_types: Sequence[str]  # FULL_ATTENTION, or a name for each window: the keys of `inputs`
     inputs: Mapping[str, AttentionInputs]
+    row_multiple: int | None = None  # where results may not depend on the batch: what rows are padded to
 
 
 def register_attention() -> None:
@@ -86,6 +87,7 @@ def paged_attention_forward(
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
+        row_multiple=paged.row_multiple,
     )
     return attended[None], None
 

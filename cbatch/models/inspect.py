@@ -17,6 +17,8 @@ from cbatch.models.hub import loading
 from cbatch.models.source import ModelSource, resolve_source
 from cbatch.models.support import check_supported
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -34,6 +36,7 @@ class ModelShape:
     layer_types: tuple[str, ...]  # FULL_ATTENTION or SLIDING_ATTENTION, by layer
     sliding_windows: tuple[int | None, ...]  # tokens, by layer; None where every context fits
     checkpoint_dtype: str | None  # as torch names it; None where the config does not say
+    has_experts: bool = False  # whether tokens choose which weights they meet
 
 
 def inspect_model(config: EngineConfig) -> ModelShape:
@@ -76,6 +79,7 @@ def describe_model(model_config: PretrainedConfig, source: ModelSource, max_mode
         layer_types=tuple(FULL_ATTENTION if window is None else SLIDING_ATTENTION for window in windows),
         sliding_windows=windows,
         checkpoint_dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        has_experts=any(getattr(text, name, None) for name in EXPERT_COUNTS),
     )
 
 

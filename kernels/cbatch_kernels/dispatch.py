@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from cbatch_kernels.cache_write import cache_write_ref
+from cbatch_kernels.fixed_order_attention import fixed_order_attention
 from cbatch_kernels.metadata import PagedMetadata
 from cbatch_kernels.paged_attention import paged_attention_ref
 
 
-def describe_kernels(device: torch.device) -> str:
+def describe_kernels(device: torch.device, *, fixed_order: bool = False) -> str:
     """Name what runs on a device, for the settings that a run reports."""
+    if fixed_order:
+        return "PyTorch in a fixed order"
     return f"PyTorch reference (no compiled kernels for {device.type})"
 
 
@@ -28,8 +31,24 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    row_multiple: int | None = None,
 ) -> Tensor:
-    """Attend a ragged batch over its pages; as `paged_attention_ref`."""
+    """Attend a ragged batch over its pages; as `paged_attention_ref`.
+
+    With a `row_multiple`, as `fixed_order_attention`: what a token gets does not depend on the batch, to the bit.
+    """
+    if row_multiple is not None:
+        return fixed_order_attention(
+            query,
+            key_pages,
+            value_pages,
+            metadata,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+            row_multiple=row_multiple,
+        )
     return paged_attention_ref(
         query,
         key_pages,

@@ -35,9 +35,16 @@ class PagedMetadata:
     num_query_tokens: int  # T; a query tensor may be longer, the rest is padding
     max_query_len: int
     max_context_len: int
+    context_starts_host: HostLengths | None = None  # int32 [S]: the position of context token 0; None: 0 for all
 
     @classmethod
-    def build(cls, query_lens: HostLengths, context_lens: HostLengths, block_tables: Tensor) -> PagedMetadata:
+    def build(
+        cls,
+        query_lens: HostLengths,
+        context_lens: HostLengths,
+        block_tables: Tensor,
+        context_starts: HostLengths | None = None,
+    ) -> PagedMetadata:
         """Derive everything else from the lengths (int32 [S], host) and the tables, on the tables' device."""
         assert len(query_lens) == len(context_lens) == len(block_tables) > 0
         assert (query_lens >= 1).all()
@@ -56,4 +63,5 @@ class PagedMetadata:
             num_query_tokens=int(cumulative[-1]),
             max_query_len=int(query_lens.max()),
             max_context_len=int(context_lens.max()),
+            context_starts_host=context_starts,
         )

@@ -1,0 +1,100 @@
+"""deterministic: the same tokens and the same log-probabilities, to the bit, whatever the schedule."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from cbatch.config import EngineConfig, SamplingParams
+from cbatch.engine import determinism
+from cbatch.engine.engine import Engine
+from cbatch.engine.plan import check_config
+from cbatch.engine.request import Prompt
+from cbatch.errors import UsageError
+from cbatch.models.inspect import inspect_model
+from cbatch.models.load import LoadedModel, load_model
+from tests.tiny_models import build_tiny
+
+SETTINGS: dict[str, dict[str, object]] = {
+    "small chunks": {"max_batch_tokens": 7},
+    "chunks": {"max_batch_tokens": 33},
+    "alone and backwards": {"max_requests_per_batch": 1},
+    "soft resets": {"num_blocks": 56},
+    "offloads": {"num_blocks": 56, "cpu_offload_space": 0.01},
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("llama", "float32"), ("gemma3", "float32"), ("gpt2", "bfloat16")],
+    ids=str,
+)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    family, dtype = request.param
+    config = EngineConfig(model=str(build_tiny(family, tmp_path_factory.mktemp(family))), dtype=dtype)
+    return load_model(config, inspect_model(config))
+
+
+def make_prompts() -> list[Prompt]:
+    rng = random.Random(5)
+    header = [rng.randrange(5, 250) for _ in range(70)]
+    prompts = []
+    for i, length in enumerate([1, 3, 17, 64, 65, 30, 120, 300, 5, 9]):
+        tokens = (header if i % 3 == 0 else []) + [rng.randrange(5, 250) for _ in range(length)]
+        params = SamplingParams(max_tokens=40, logprobs=0, ignore_eos=True, temperature=i % 2 * 1.0, seed=i)
+        prompts.append(Prompt(i, tokens, params))
+    return prompts
+
+
+def run(loaded: LoadedModel, prompts: list[Prompt], **settings: object) -> tuple[list[object], Engine]:
+    config = EngineConfig(model="tiny", **({"num_blocks": 512, "page_size": 8, "deterministic": True} | settings))  # type: ignore[arg-type]
+    engine = Engine.over(loaded, config)
+    outputs = sorted(engine.generate(prompts), key=lambda output: output.request_id)
+    assert all(output.error is None for output in outputs)
+    return [(output.token_ids, output.logprobs and output.logprobs.tokens) for output in outputs], engine
+
+
+def test_tokens_and_scores_are_the_same_to_the_bit(loaded: LoadedModel) -> None:
+    prompts = make_prompts()
+    expected, _ = run(loaded, prompts)
+    for name, settings in SETTINGS.items():
+        given = prompts[::-1] if "backwards" in name else prompts
+        results, engine = run(loaded, given, **settings)
+        assert results == expected, name
+        assert (engine.stats.preemptions > 0) == ("num_blocks" in settings)
+
+
+def test_without_it_the_bits_do_depend(loaded: LoadedModel) -> None:
+    """What the test above compares differs where nothing is done for it."""
+    prompts = make_prompts()
+    plain, _ = run(loaded, prompts, deterministic=False)
+    cut, _ = run(loaded, prompts, deterministic=False, max_batch_tokens=7)
+    assert plain != cut or str(loaded.dtype) == "torch.bfloat16"
+
+
+def test_what_cannot_hold_it_is_refused_before_weights_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = EngineConfig(model=str(build_tiny("mixtral", tmp_path / "experts")), deterministic=True)
+    with pytest.raises(UsageError, match="mixture of experts"):
+        check_config(experts, inspect_model(experts))
+    plain = EngineConfig(model=str(build_tiny("llama", tmp_path / "plain")), device="cuda", deterministic=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UsageError, match="CPU only"):
+        check_config(plain, inspect_model(plain))
+
+
+def test_a_machine_whose_products_depend_on_the_batch_is_found_out(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(determinism, "_holds", lambda module, rows: False)
+    with pytest.raises(UsageError, match="depend on the number of rows"):
+        run(loaded, [])
+
+
+def test_it_is_a_setting_with_a_reason(loaded: LoadedModel) -> None:
+    _, engine = run(loaded, [])
+    settings = engine.plan.settings()
+    assert settings["deterministic"] == {"value": True, "reason": "given"}
+    assert settings["attention"]["value"] == "PyTorch in a fixed order"
