@@ -20,11 +20,13 @@ HUB_TIMEOUT_S = 10
 
 
 def identify_model(config: EngineConfig) -> bytes:
-    """Hash what decides over the model's answers: its files or its hub commit, its tokenizer and its dtype."""
+    """Hash what decides over the model's answers: its files or its hub commit, its tokenizer, its arithmetic."""
     digest = hashlib.blake2b(digest_size=16)
     for name, revision in ((config.model, config.revision), (config.tokenizer, None)):
         digest.update(_identify(name, revision) if name is not None else b"none")
     digest.update(config.dtype.encode())
+    if config.deterministic:
+        digest.update(b"deterministic")
     return digest.digest()
 
 

@@ -42,15 +42,16 @@ def test_a_changed_file_is_another_model(
     assert identify_model(config) != before
 
 
-def test_dtype_and_tokenizer_count(tmp_path: Path) -> None:
+def test_arithmetic_and_tokenizer_count(tmp_path: Path) -> None:
     name = str(model(tmp_path / "a"))
     other = str(model(tmp_path / "b"))
     configs = [
         EngineConfig(model=name),
         EngineConfig(model=name, dtype="float32"),
         EngineConfig(model=name, tokenizer=other),
+        EngineConfig(model=name, deterministic=True),
     ]
-    assert len({identify_model(config) for config in configs}) == 3
+    assert len({identify_model(config) for config in configs}) == len(configs)
 
 
 def test_settings_of_the_engine_do_not_count(tmp_path: Path) -> None:
