@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -295,6 +296,24 @@ def test_a_header_that_was_demoted_meanwhile_comes_back_from_the_host() -> None:
     assert all_tokens_right([*sharers, filler])
     assert sum(request.recomputed_tokens for request in sharers) == 0
     assert [request.computed_tokens for request in sharers] == [13 + 8, 1 + 8]
+
+
+def test_what_moved_out_comes_back_though_others_have_computed_more_of_it_meanwhile() -> None:
+    harness = make_harness(num_chunks=40, sharing=True, max_batch_tokens=8)
+    moves, passes = (make_request(i, range(30), 20) for i in range(2))
+    harness.add(moves)
+    harness.step()
+    plan = StepPlan()
+    harness.scheduler.active.remove(moves)
+    harness.scheduler.offload.move_out(moves, plan.moves)
+    harness.runner.run(plan)
+    harness.num_offloads += 1
+    harness.add(passes)
+    harness.scheduler.waiting.append(moves)
+    harness.scheduler.limits = replace(harness.limits, max_requests_per_batch=1)
+    harness.run()
+    assert all_tokens_right([moves, passes])
+    assert (moves.recomputed_tokens, harness.num_restores) == (0, 1)
 
 
 def test_blocks_of_a_prompt_that_moved_out_half_prefilled_are_never_found_with_other_content() -> None:
