@@ -32,12 +32,24 @@ def _take_hangups() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def _ignore_hangups() -> None:
+    """Do what nohup does for its child."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
 class Process:
     """A job in a process of its own."""
 
-    def __init__(self, bench: Bench, *, environment: dict[str, str] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        *,
+        environment: dict[str, str] | None = None,
+        before: Callable[[], None] = _take_hangups,
+        **options: Any,
+    ) -> None:
         self.bench = bench
-        self.process = self.start(bench, environment=environment, stderr=subprocess.PIPE, **options)
+        self.process = self.start(bench, environment=environment, stderr=subprocess.PIPE, before=before, **options)
 
     @staticmethod
     def arguments(bench: Bench, **options: Any) -> list[str]:
@@ -51,7 +63,13 @@ class Process:
 
     @classmethod
     def start(
-        cls, bench: Bench, *, environment: dict[str, str] | None, stderr: int, **options: Any
+        cls,
+        bench: Bench,
+        *,
+        environment: dict[str, str] | None,
+        stderr: int,
+        before: Callable[[], None] = _take_hangups,
+        **options: Any,
     ) -> subprocess.Popen[str]:
         return subprocess.Popen(
             cls.arguments(bench, **options),
@@ -61,7 +79,7 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            preexec_fn=_take_hangups,
+            preexec_fn=before,
         )
 
     def wait_for(self, happened: Callable[[], bool]) -> None:
@@ -213,11 +231,7 @@ def test_the_end_of_a_slurm_job_is_a_signal_in_time(bench: Bench) -> None:
 
 def test_ignored_signals_stay_ignored(bench: Bench) -> None:
     bench.write(prompts(300))
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        process = Process(bench, environment={"STUB_STEP_S": "0.005"})
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    process = Process(bench, environment={"STUB_STEP_S": "0.005"}, before=_ignore_hangups)
     process.wait_for(lambda: process.journalled() > 20)
     process.send(signal.SIGHUP)
     assert process.end()[0] == 0
