@@ -16,11 +16,12 @@ from cbatch_kernels import dispatch
 
 from cbatch.config import EngineConfig
 from cbatch.engine.cache.build import build_cache
-from cbatch.engine.cache.manager import CacheManager
+from cbatch.engine.cache.manager import CacheLoad, CacheManager
 from cbatch.engine.determinism import row_multiple
 from cbatch.engine.grammar import Grammars
 from cbatch.engine.intake import Intake
 from cbatch.engine.memory import free_memory, is_out_of_memory
+from cbatch.engine.observer import Observer, StepRecorder, StepTimes
 from cbatch.engine.output import empty_output, failed_output, finished_output
 from cbatch.engine.plan import EnginePlan, check_config, plan_engine
 from cbatch.engine.request import Prompt, RequestOutput
@@ -73,6 +74,7 @@ class Engine:
         )
         self._window = WAITING_WINDOW * plan.max_requests_per_batch
         self._began: float | None = None
+        self._recorder: StepRecorder | None = None
 
     @classmethod
     def load(cls, config: EngineConfig) -> Engine:
@@ -102,6 +104,10 @@ class Engine:
         runner = ModelRunner(loaded, cache.pool, cache.allocators, plan.num_host_pages, rows)
         return cls(config, plan, loaded, cache, runner)
 
+    def observe(self, observer: Observer) -> None:
+        """Tell `observer` of every step from now on."""
+        self._recorder = StepRecorder(observer)
+
     def generate(self, prompts: Iterable[Prompt]) -> Iterator[RequestOutput]:
         """Complete `prompts`, read lazily; results come in the order in which they finish."""
         for outputs in self.steps(iter(prompts)):
@@ -113,13 +119,15 @@ class Engine:
         Pulls from `prompts` only while few requests wait. None means that nothing is ready now: the engine goes on
         with what it has, and looks again at the next step.
         """
-        exhausted = False
+        exhausted = is_dry = False
         try:
             while not exhausted or self._scheduler.has_work:
                 outputs: list[RequestOutput] = []
+                is_dry = False
                 while not exhausted and len(self._scheduler.waiting) + len(outputs) < self._window:
                     prompt = next(prompts, _EXHAUSTED)
                     if prompt is None:
+                        is_dry = True
                         break
                     if isinstance(prompt, _Exhausted):
                         exhausted = True
@@ -127,11 +135,14 @@ class Engine:
                         outputs.append(failed)
                 if self._scheduler.has_work:
                     outputs.extend(self._step())
+                    self.stats.starved_steps += is_dry and self._has_room
                 elif not exhausted and not outputs:
-                    time.sleep(IDLE_SLEEP_S)
+                    self._wait()
                 yield outputs
         finally:
             self._groups.clear()
+            if self._recorder is not None:
+                self._recorder.forget()
             self._scheduler.abandon()  # what a caller that stops early leaves behind is no part of its next call
 
     def drop_waiting(self) -> list[int]:
@@ -149,17 +160,21 @@ class Engine:
         scheduled = time.perf_counter()
         plan, sampled = self._run(plan)
         ran = time.perf_counter()
-        self._count_cache(plan)
+        load = self._cache_load(plan)
         num_generated = sum(
             not isinstance(result, RowError) and item.request.max_tokens > 0
             for item, result in zip((item for item in plan.items if item.samples), sampled, strict=True)
         )
         finished = self._scheduler.update(plan, sampled, ran)
         ended = time.perf_counter()
-        self._count(plan, finished, num_generated)
         self._began = began if self._began is None else self._began
         self.stats.generate_s = ended - self._began
         self.stats.schedule_s += (scheduled - began) + (ended - ran)
+        self._count(plan, finished, num_generated)
+        self._count_cache(plan, load, began - self._began)
+        if self._recorder is not None:
+            times = StepTimes(began, scheduled, ran, ended)
+            self._recorder.record(self._scheduler, plan, load, finished, times)
         outputs = (self._groups.collect(f.request, finished_output(f, ended)) for f in finished)
         return [output for output in outputs if output is not None]
 
@@ -224,16 +239,34 @@ class Engine:
             stats.computed_tokens += request.computed_tokens
             stats.recomputed_tokens += request.recomputed_tokens
 
-    def _count_cache(self, plan: StepPlan) -> None:
+    def _cache_load(self, plan: StepPlan) -> CacheLoad:
         """Look at the cache while the step's blocks are all in use, and its tokens in them."""
         filled = {request: request.num_computed_tokens for request in self._scheduler.active}
         filled |= {item.request: item.num_computed_before + item.num_tokens for item in plan.items}
-        usage, waste = self._cache.usage, self._cache.waste_fraction(filled)
-        self.stats.usage_sum += usage
-        self.stats.max_cache_usage = max(self.stats.max_cache_usage, usage)
-        if waste is not None:
-            self.stats.waste_sum += waste
-            self.stats.waste_steps += 1
+        return self._cache.load(filled)
+
+    def _count_cache(self, plan: StepPlan, load: CacheLoad, at_s: float) -> None:
+        stats = self.stats
+        stats.usage_sum += load.usage
+        stats.max_cache_usage = max(stats.max_cache_usage, load.usage)
+        if load.waste is not None:
+            stats.waste_sum += load.waste
+            stats.waste_steps += 1
+        composition = (plan.num_tokens - plan.num_decode_tokens, plan.num_decode_tokens)
+        requests = (stats.num_running, stats.num_waiting)
+        num_moved = plan.moves.num_offloads + plan.moves.num_soft_resets
+        stats.series.add(at_s, (*composition, *requests, load.usage, load.waste or 0.0, num_moved))
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether one more request could have been in the last step, were it there."""
+        return not self._scheduler.waiting and len(self._scheduler.active) < self.plan.max_requests_per_batch
+
+    def _wait(self) -> None:
+        """Give the source of prompts a moment."""
+        began = time.perf_counter()
+        time.sleep(IDLE_SLEEP_S)
+        self.stats.idle_s += time.perf_counter() - began if self._began is not None else 0.0
 
 
 class _Exhausted:

@@ -47,6 +47,7 @@ class StepPlan:
 
     items: list[ScheduledRequest] = field(default_factory=list)
     num_tokens: int = 0
+    num_decode_tokens: int = 0  # of these, the ones of requests that generate
     num_logits: int = 0  # rows of logits; one for each request, sampling or not, but for prompts that are scored
     num_pages_read: int = 0
     moves: Moves = field(default_factory=Moves)  # carried out before the forward pass
@@ -233,6 +234,7 @@ class Scheduler(ABC):
     def _put(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
         plan.items.append(ScheduledRequest(request, num_tokens, request.num_computed_tokens))
         plan.num_tokens += num_tokens
+        plan.num_decode_tokens += num_tokens if request.status is RequestStatus.DECODING else 0
         plan.num_logits += num_tokens if request.scores_prompt else 1
         plan.num_pages_read += self.cache.num_pages_read(request, request.num_computed_tokens + num_tokens)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from cbatch.engine.series import StepSeries
 
 
 @dataclass(slots=True)
@@ -29,6 +31,9 @@ class EngineStats:
     max_cache_usage: float = 0.0  # the most that it was
     waste_sum: float = 0.0  # of the per-step waste fractions
     waste_steps: int = 0
+    starved_steps: int = 0  # that had room for more requests and prompts to come, none of them ready
+    idle_s: float = 0.0  # spent waiting for prompts with nothing else to do
+    series: StepSeries = field(default_factory=StepSeries)
 
     @property
     def mean_cache_usage(self) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from cbatch.engine.cache.allocator import CacheAllocator
@@ -23,6 +24,17 @@ class Admission(Enum):
     JOINED = "joined"
     NO_ROOM = "no room"
     AWAITS_PREFIX = "awaits prefix"  # its next block is being computed by another request
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLoad:
+    """How full the cache is, in whole-model blocks: of a hybrid model's types each may hold fractions of one."""
+
+    owned_blocks: float  # in the tables of requests
+    cached_blocks: float  # owned by nobody, kept for a later match
+    free_blocks: float
+    usage: float  # share of the cache that requests own, 0 to 1
+    waste: float | None  # share of the owned slots that hold no token; None while nothing is owned
 
 
 class CacheManager:
@@ -141,6 +153,23 @@ class CacheManager:
         ]
 
     # What a report shows
+
+    def load(self, num_filled: Mapping[Request, int]) -> CacheLoad:
+        """Tell how full the cache is; `num_filled` as for `waste_fraction`."""
+        num_layers = sum(len(a.layers) for a in self.allocators)
+        owned, total = self._owned_pages(), self.pool.num_usable * self.pool.pages_per_chunk
+        cached = 0 if self._sharing is None else self._sharing.num_initialized_blocks * num_layers
+        return CacheLoad(
+            owned_blocks=owned / num_layers,
+            cached_blocks=cached / num_layers,
+            free_blocks=(total - owned - cached) / num_layers,
+            usage=owned / total,
+            waste=self.waste_fraction(num_filled),
+        )
+
+    def tokens_in_pages(self, num_pages: int) -> float:
+        """Convert pages, each one layer's, to tokens of the whole model."""
+        return num_pages * self.allocators[0].page_size / sum(len(a.layers) for a in self.allocators)
 
     @property
     def usage(self) -> float:
