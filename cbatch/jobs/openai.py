@@ -13,7 +13,16 @@ from typing import Any
 from cbatch.errors import RowError
 from cbatch.jobs.journal import Entry
 from cbatch.jobs.params import ParamReader
-from cbatch.jobs.rendering import MESSAGES, PROMPT, TEMPLATE_KWARGS, TOKEN_IDS, TOOLS, Rendered, Renderer
+from cbatch.jobs.rendering import (
+    HOW_IT_ENDS,
+    MESSAGES,
+    PROMPT,
+    TEMPLATE_KWARGS,
+    TOKEN_IDS,
+    TOOLS,
+    Rendered,
+    Renderer,
+)
 from cbatch.jobs.results import SAMPLES
 
 CUSTOM_ID = "custom_id"
@@ -37,7 +46,8 @@ _ONLY: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
 }
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens"}
-_PROMPT_FIELDS = frozenset({MESSAGES, PROMPT, TOOLS, TEMPLATE_KWARGS})
+_CHAT_FIELDS = (MESSAGES, TOOLS, TEMPLATE_KWARGS, *HOW_IT_ENDS)
+_PROMPT_FIELDS = frozenset({PROMPT, *_CHAT_FIELDS})
 
 
 def is_batch_row(columns: Mapping[str, Any]) -> bool:
@@ -106,7 +116,7 @@ def _prompt(body: Mapping[str, Any], url: object) -> dict[str, Any]:
     if url == CHAT_URL:
         if body.get(MESSAGES) is None:
             raise RowError(BAD_REQUEST, f"body has no {MESSAGES}")
-        return {name: body.get(name) for name in (MESSAGES, TOOLS, TEMPLATE_KWARGS)}
+        return {name: body.get(name) for name in _CHAT_FIELDS}
     prompt = body.get(PROMPT)
     if prompt is None:
         raise RowError(BAD_REQUEST, f"body has no {PROMPT}")

@@ -18,7 +18,9 @@ PROMPT_TOO_LONG = "prompt_too_long"
 NO_CHAT_TEMPLATE = "no_chat_template"
 TEMPLATE_ERROR = "template_error"
 TOKENIZER_ERROR = "tokenizer_error"
-TEMPLATE_HINT = "take an instruct model, or give the text in the column prompt"
+TEMPLATE_HINT = (
+    "take an instruct model, or its tokenizer with --tokenizer; or give the text, in the column prompt or by --template"
+)
 
 
 class Tokenizer(Protocol):

@@ -19,6 +19,9 @@ MESSAGES = "messages"
 PROMPT = "prompt"
 TOOLS = "tools"
 TEMPLATE_KWARGS = "chat_template_kwargs"
+ADD_GENERATION_PROMPT = "add_generation_prompt"
+CONTINUE_FINAL_MESSAGE = "continue_final_message"
+HOW_IT_ENDS = (ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE)  # columns that say what is behind a chat
 
 BAD_PROMPT = "bad_prompt"
 EMPTY_PROMPT = "empty_prompt"
@@ -73,7 +76,7 @@ class Renderer:
         messages = rendered.value if rendered.kind == "chat" else [{"role": "user", "content": rendered.value}]
         if messages[0].get("role") != "system":  # a row's own system message wins
             messages = [{"role": "system", "content": self._system_prompt}, *messages]
-        return Rendered("chat", messages, rendered.tools, rendered.template_kwargs)
+        return Rendered("chat", messages, _tools(columns), _template_kwargs(columns))
 
     def _render(self, columns: Mapping[str, Any]) -> Rendered:
         if self._template is not None:
@@ -135,21 +138,47 @@ def _chat(columns: Mapping[str, Any], name: str) -> Rendered:
     if not messages:
         raise RowError(EMPTY_PROMPT, f"{name} is an empty list")
     messages = [_read_message(message, f"{name}[{number}]") for number, message in enumerate(messages)]
-    tools, kwargs = columns.get(TOOLS), columns.get(TEMPLATE_KWARGS)
+    return Rendered("chat", messages, _tools(columns), _template_kwargs(columns))
+
+
+def _tools(columns: Mapping[str, Any]) -> list[Any] | None:
+    tools = columns.get(TOOLS)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise RowError(BAD_PROMPT, f"{TOOLS} must be a list of objects: it is {_describe(tools)}")
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise RowError(BAD_PROMPT, f"{TEMPLATE_KWARGS} must be an object: it is {_describe(kwargs)}")
-    return Rendered("chat", messages, tools or None, kwargs or None)
+    return tools or None
+
+
+def _template_kwargs(columns: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the template is told: the column of that name, and what columns of their own say of the chat's end."""
+    given = columns.get(TEMPLATE_KWARGS)
+    if given is not None and not isinstance(given, dict):
+        raise RowError(BAD_PROMPT, f"{TEMPLATE_KWARGS} must be an object: it is {_describe(given)}")
+    kwargs = dict(given or {})
+    for name in HOW_IT_ENDS:
+        wanted = columns.get(name)
+        if wanted is None:
+            continue
+        if not isinstance(wanted, bool):
+            raise RowError(BAD_PROMPT, f"{name} must be true or false: it is {_describe(wanted)}")
+        if kwargs.setdefault(name, wanted) != wanted:
+            raise RowError(BAD_PROMPT, f"{name} is {json.dumps(wanted)}, and {TEMPLATE_KWARGS} says otherwise")
+    if all(kwargs.get(name) for name in HOW_IT_ENDS):
+        raise RowError(BAD_PROMPT, f"{' and '.join(HOW_IT_ENDS)} exclude each other: leave one out")
+    return kwargs or None
 
 
 def _read_message(message: object, name: str) -> dict[str, Any]:
-    """Return a checked message; its content is text, whose parts are joined by newlines where it came in parts."""
+    """Return a checked message in the form that templates expect.
+
+    Text that came in parts is joined by newlines; a tool call's arguments that came as JSON text are what it says.
+    """
     if not isinstance(message, dict):
         raise RowError(BAD_PROMPT, f"{name} must be an object with role and content: it is {_describe(message)}")
     if not isinstance(message.get("role"), str):
         raise RowError(BAD_PROMPT, f"{name}.role must be a string: it is {_describe(message.get('role'))}")
     content = message.get("content")
+    if isinstance(message.get("tool_calls"), list):
+        message = message | {"tool_calls": [_read_tool_call(call) for call in message["tool_calls"]]}
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return message
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
@@ -159,6 +188,16 @@ def _read_message(message: object, name: str) -> dict[str, Any]:
             kind = part.get("type")
             raise RowError(BAD_PROMPT, f"{name}.content[{number}] must be a text part: its type is {json.dumps(kind)}")
     return message | {"content": "\n".join(part["text"] for part in content)}
+
+
+def _read_tool_call(call: object) -> object:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return call | {"function": function | {"arguments": json.loads(function["arguments"])}}
+    except ValueError:  # a model's attempt, which the template shows as it is
+        return call
 
 
 def _describe(value: object) -> str:
