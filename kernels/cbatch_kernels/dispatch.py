@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cbatch_kernels.cache_write import cache_write_ref
+from cbatch_kernels.cache_write import cache_write_compiled, cache_write_ref, can_compile_cache_write
+from cbatch_kernels.compile import load_kernels
 from cbatch_kernels.fixed_order_attention import fixed_order_attention
 from cbatch_kernels.metadata import PagedMetadata
 from cbatch_kernels.paged_attention import paged_attention_ref
@@ -63,4 +64,7 @@ def paged_attention(
 
 def cache_write(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slot_mapping: Tensor) -> None:
     """Write new keys and values to their slots, in place; as `cache_write_ref`."""
-    cache_write_ref(key, value, key_pages, value_pages, slot_mapping)
+    if can_compile_cache_write(key, value, key_pages, value_pages) and (library := load_kernels().library) is not None:
+        cache_write_compiled(library, key, value, key_pages, value_pages, slot_mapping)
+    else:
+        cache_write_ref(key, value, key_pages, value_pages, slot_mapping)

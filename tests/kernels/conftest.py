@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+from cbatch_kernels import dispatch
+from cbatch_kernels.compile import CompiledKernels, load_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +18,21 @@ def nan_filled_memory() -> Iterator[None]:
     assert torch.empty(4).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def only_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a compiler."""
+    monkeypatch.setattr(dispatch, "load_kernels", lambda: CompiledKernels(None, "a test wants none"))
+
+
+@pytest.fixture(params=["reference", "compiled"])
+def implementation(request: pytest.FixtureRequest) -> str:
+    """Run the test with either; what no kernel takes runs the reference twice."""
+    name: str = request.param
+    if name == "reference":
+        request.getfixturevalue("only_references")
+    elif load_kernels().library is None:
+        reason = load_kernels().reason
+        pytest.fail(reason) if "CI" in os.environ else pytest.skip(reason)
+    return name

@@ -8,6 +8,8 @@ from cbatch_kernels.dispatch import cache_write
 
 from tests.kernels.oracle import TOLERANCE
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
@@ -40,3 +42,18 @@ def test_tokens_of_padding_may_share_a_slot() -> None:
     key = torch.randn(3, 1, 8)
     cache_write(key, key, pages, pages.clone(), torch.tensor([5, 0, 0]))
     assert torch.equal(pages[1, 0, 1], key[0, 0])
+
+
+def test_pages_and_tokens_may_have_any_strides() -> None:
+    """Lanes of a larger tensor, a slice of merged projections, and even heads that are not in one piece."""
+    merged = torch.randn(5, 3 * 2 * 8)
+    key, value = merged[:, 16:32].unflatten(1, (2, 8)), merged[:, 32:].unflatten(1, (2, 8))
+    pools = torch.zeros(2, 12, 2, 4, 8)
+    slots = torch.tensor([7, 0, 30, 31, 2])
+    cache_write(key, value, pools[0][3:], pools[1][3:], slots)
+    for pool, tokens in zip(pools, (key, value), strict=True):
+        assert torch.equal(pool[3:][slots // 4, :, slots % 4], tokens)
+        assert torch.count_nonzero(pool) == tokens.numel()
+    scattered = torch.zeros(8, 12, 2, 4).permute(1, 2, 3, 0)
+    cache_write(key, value, scattered, pools[1], slots)
+    assert torch.equal(scattered[slots // 4, :, slots % 4], key)
