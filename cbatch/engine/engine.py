@@ -21,13 +21,14 @@ from cbatch.engine.determinism import row_multiple
 from cbatch.engine.grammar import Grammars
 from cbatch.engine.intake import Intake
 from cbatch.engine.memory import free_memory, is_out_of_memory
+from cbatch.engine.modes import CHUNKED, MODES, Mode
 from cbatch.engine.observer import Observer, StepRecorder, StepTimes
 from cbatch.engine.output import empty_output, failed_output, finished_output
 from cbatch.engine.plan import EnginePlan, check_config, plan_engine
 from cbatch.engine.request import Prompt, RequestOutput
 from cbatch.engine.runner import ModelRunner
 from cbatch.engine.samples import SampleGroups
-from cbatch.engine.scheduler import SCHEDULERS, FinishedRequest, StepLimits, StepPlan
+from cbatch.engine.scheduler import FinishedRequest, StepLimits, StepPlan
 from cbatch.engine.stats import EngineStats
 from cbatch.errors import EngineError, RowError
 from cbatch.models.inspect import inspect_model
@@ -51,7 +52,13 @@ class Engine:
     """Continuous batching over one loaded model."""
 
     def __init__(
-        self, config: EngineConfig, plan: EnginePlan, loaded: LoadedModel, cache: CacheManager, runner: Runner
+        self,
+        config: EngineConfig,
+        plan: EnginePlan,
+        loaded: LoadedModel,
+        cache: CacheManager,
+        runner: Runner,
+        mode: Mode = MODES[CHUNKED],
     ) -> None:
         self.config = config
         self.plan = plan
@@ -69,40 +76,44 @@ class Engine:
             plan.max_requests_per_batch,
             max_pages_read=cache.pool.num_usable * cache.pool.pages_per_chunk,
         )
-        self._scheduler = SCHEDULERS[plan.scheduler_type](
-            cache, limits, safety_margin=plan.safety_margin, num_host_pages=plan.num_host_pages
+        self._scheduler = mode.make_scheduler(
+            plan.scheduler_type,
+            cache,
+            limits,
+            safety_margin=plan.safety_margin,
+            num_host_pages=plan.num_host_pages,
         )
         self._window = WAITING_WINDOW * plan.max_requests_per_batch
         self._began: float | None = None
         self._recorder: StepRecorder | None = None
 
     @classmethod
-    def load(cls, config: EngineConfig) -> Engine:
+    def load(cls, config: EngineConfig, mode: Mode = MODES[CHUNKED]) -> Engine:
         """Load the model and decide the plan. Raises UsageError, before any weights load where possible."""
         began = time.perf_counter()
         shape = inspect_model(config)
         check_config(config, shape)
-        engine = cls.over(load_model(config, shape), config)
+        engine = cls.over(load_model(config, shape), config, mode)
         engine.load_s = time.perf_counter() - began
         return engine
 
     @classmethod
-    def over(cls, loaded: LoadedModel, config: EngineConfig) -> Engine:
+    def over(cls, loaded: LoadedModel, config: EngineConfig, mode: Mode = MODES[CHUNKED]) -> Engine:
         """Build an engine around a model that is in memory already."""
         check_config(config, loaded.shape)
         kernels = dispatch.describe_kernels(loaded.device, fixed_order=config.deterministic)
-        plan = plan_engine(config, loaded, free_memory(loaded.device), kernels)
+        plan = plan_engine(config, loaded, free_memory(loaded.device), kernels, mode)
         cache = build_cache(
             loaded.shape.sliding_windows,
             num_blocks=plan.num_blocks,
             page_size=plan.page_size,
-            max_batch_tokens=plan.max_batch_tokens,
+            max_batch_tokens=mode.largest_step(plan.max_batch_tokens, plan.max_model_len),
             max_model_len=plan.max_model_len,
             allow_block_sharing=plan.allow_block_sharing,
         )
         rows = row_multiple(loaded) if plan.deterministic else None
         runner = ModelRunner(loaded, cache.pool, cache.allocators, plan.num_host_pages, rows)
-        return cls(config, plan, loaded, cache, runner)
+        return cls(config, plan, loaded, cache, runner, mode)
 
     def observe(self, observer: Observer) -> None:
         """Tell `observer` of every step from now on."""
@@ -260,7 +271,8 @@ class Engine:
     @property
     def _has_room(self) -> bool:
         """Whether one more request could have been in the last step, were it there."""
-        return not self._scheduler.waiting and len(self._scheduler.active) < self.plan.max_requests_per_batch
+        scheduler = self._scheduler
+        return not scheduler.waiting and len(scheduler.active) < scheduler.limits.max_requests_per_batch
 
     def _wait(self) -> None:
         """Give the source of prompts a moment."""

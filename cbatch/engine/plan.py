@@ -17,6 +17,7 @@ from cbatch.config import EngineConfig
 from cbatch.engine.cache.build import group_layers
 from cbatch.engine.determinism import check_deterministic
 from cbatch.engine.memory import FreeMemory
+from cbatch.engine.modes import CHUNKED, MODES, Mode
 from cbatch.engine.scheduler import SCHEDULERS
 from cbatch.engine.sizing import (
     StepFootprint,
@@ -102,7 +103,9 @@ def check_config(config: EngineConfig, shape: ModelShape) -> None:
         )
 
 
-def plan_engine(config: EngineConfig, loaded: LoadedModel, memory: FreeMemory, attention: str) -> EnginePlan:
+def plan_engine(
+    config: EngineConfig, loaded: LoadedModel, memory: FreeMemory, attention: str, mode: Mode = MODES[CHUNKED]
+) -> EnginePlan:
     """Decide every setting, with `memory` free now that the weights are in. Raises DoesNotFitError."""
     shape, device = loaded.shape, loaded.device
     defaults = CPU_DEFAULTS if device.type == "cpu" else GPU_DEFAULTS
@@ -118,7 +121,8 @@ def plan_engine(config: EngineConfig, loaded: LoadedModel, memory: FreeMemory, a
     host_pages = int(offload * GIB) // page_bytes(shape, loaded.dtype, page_size)
     budget = memory.num_bytes * percent - (offload * GIB if device.type == "cpu" else 0)
     batch = _plan_batch(config, loaded, decided, defaults, max_model_len, budget)
-    num_blocks = _plan_num_blocks(config, decided, batch, memory, budget)
+    largest = replace(batch, max_batch_tokens=mode.largest_step(batch.max_batch_tokens, max_model_len))
+    num_blocks = _plan_num_blocks(config, decided, largest, memory, budget)
     scheduler_type = decided.choose("scheduler_type", config.scheduler_type, "fifo", "default")
     margin = SCHEDULERS[scheduler_type].default_safety_margin
     sharing, reason = _decide_sharing(config, shape, max_model_len)

@@ -62,7 +62,11 @@ class FinishedRequest:
 
 
 class Scheduler(ABC):
-    """The mechanism that all policies share; a policy orders the candidates of a step."""
+    """The mechanism that all policies share.
+
+    A policy orders the candidates of a step; one that is there for comparison (`modes`) also says who may join and
+    whether prompts are split.
+    """
 
     default_safety_margin: float
 
@@ -79,6 +83,18 @@ class Scheduler(ABC):
     @abstractmethod
     def order_active(self) -> Iterable[Request]:
         """Give the active requests in the order in which they get the step's budget."""
+
+    def may_join(self, plan: StepPlan) -> bool:
+        """Tell whether one more waiting request may join in the step of `plan`, limits and cache aside."""
+        return True
+
+    def has_token_budget(self, plan: StepPlan) -> bool:
+        """Tell whether `plan` can take any more tokens."""
+        return plan.num_tokens < self.limits.max_batch_tokens
+
+    def num_tokens_within_budget(self, request: Request, plan: StepPlan) -> int:
+        """Count the uncomputed tokens of `request` that fit a `plan` with budget: all, or a chunk."""
+        return min(request.num_uncomputed, self.limits.max_batch_tokens - plan.num_tokens)
 
     @property
     def has_work(self) -> bool:
@@ -176,7 +192,7 @@ class Scheduler(ABC):
         reserved = self._blocks_promised()
         deferred: list[Request] = []
         while self.waiting and self._has_budget(plan) and len(deferred) < self.limits.max_requests_per_batch:
-            if len(self.active) >= self.limits.max_requests_per_batch:
+            if len(self.active) >= self.limits.max_requests_per_batch or not self.may_join(plan):
                 break
             if self.active and 1.0 - self.cache.usage < self._safety_margin:
                 break
@@ -216,7 +232,7 @@ class Scheduler(ABC):
 
     def _has_budget(self, plan: StepPlan) -> bool:
         return (
-            plan.num_tokens < self.limits.max_batch_tokens
+            self.has_token_budget(plan)
             and plan.num_logits < self.limits.max_requests_per_batch
             and plan.num_pages_read < self.limits.max_pages_read
         )
@@ -225,7 +241,7 @@ class Scheduler(ABC):
         """Count the tokens of `request` that the step can still take: all, a chunk, or none."""
         if not self._has_budget(plan):
             return 0
-        num_tokens = min(request.num_uncomputed, self.limits.max_batch_tokens - plan.num_tokens)
+        num_tokens = self.num_tokens_within_budget(request, plan)
         if request.scores_prompt:
             num_tokens = min(num_tokens, self.limits.max_requests_per_batch - plan.num_logits)
         pages = self.cache.num_pages_read(request, request.num_computed_tokens + num_tokens)

@@ -18,8 +18,9 @@ from cbatch.engine.cache.manager import CacheManager
 from cbatch.engine.cache.pool import NUM_RESERVED_CHUNKS, CachePool
 from cbatch.engine.cache.sliding import SlidingAttentionCacheAllocator
 from cbatch.engine.cache.store import BlockStore
+from cbatch.engine.modes import CHUNKED, MODES, Mode
 from cbatch.engine.request import Prompt, Request, RequestStatus
-from cbatch.engine.scheduler import SCHEDULERS, FinishedRequest, ScheduledRequest, StepLimits, StepPlan
+from cbatch.engine.scheduler import FinishedRequest, ScheduledRequest, StepLimits, StepPlan
 from cbatch.engine.stopping import StopCondition
 from cbatch.errors import RowError
 
@@ -252,6 +253,7 @@ class Harness:
     policy: str = "fifo"
     safety_margin: float = 0.0
     num_host_pages: int = 0
+    mode: Mode = MODES[CHUNKED]
     num_steps: int = 0
     num_soft_resets: int = 0
     num_offloads: int = 0
@@ -259,8 +261,12 @@ class Harness:
     finished: list[FinishedRequest] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.scheduler = SCHEDULERS[self.policy](
-            self.cache, self.limits, safety_margin=self.safety_margin, num_host_pages=self.num_host_pages
+        self.scheduler = self.mode.make_scheduler(
+            self.policy,
+            self.cache,
+            self.limits,
+            safety_margin=self.safety_margin,
+            num_host_pages=self.num_host_pages,
         )
         self.runner = FakeRunner(self.cache, self.failing)
         self._requests: dict[int, Request] = {}
@@ -315,7 +321,8 @@ class Harness:
         requests = [item.request for item in plan.items]
         assert len(set(requests)) == len(requests) <= len(active) <= self.limits.max_requests_per_batch
         assert set(requests) <= set(active)
-        assert plan.num_tokens == sum(item.num_tokens for item in plan.items) <= self.limits.max_batch_tokens
+        assert plan.num_tokens == sum(item.num_tokens for item in plan.items)
+        assert plan.num_tokens <= self.limits.max_batch_tokens or self.mode is not MODES[CHUNKED]
         pages = 0
         for item in plan.items:
             request, stop = item.request, item.num_computed_before + item.num_tokens
