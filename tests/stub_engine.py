@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -60,9 +61,13 @@ class StubTokenizer:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[int]:
         roles = [message["role"] for message in messages]
+        now: datetime,
         if any(left == right for left, right in pairwise(roles)):
+        """Write a chat; the time goes before it where a template argument of that name asks for it."""
+        clock = (chat_template_kwargs or {}).get("clock")
             raise ValueError("roles must alternate")
-        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        lines = [now.strftime(clock)] if clock else []
+        lines += [f"{message['role']}: {message['content']}\n" for message in messages]
         extra = f"{tools or ''}{chat_template_kwargs or ''}"
         return self.encode("".join(lines) + extra + "assistant: ")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from cbatch.errors import UsageError
@@ -11,6 +12,8 @@ from cbatch.jobs.journal import Head, Journal
 from cbatch.jobs.ledger import Ledger
 from cbatch.jobs.results import Session
 from cbatch.jobs.setup import JobSetup
+
+CLOCK = "clock"  # the fact that says when the job began, in the local time of the machine on which it did
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,7 @@ class Checkpoint:
     ledger: Ledger
     session: Session  # this process's
     facts: dict[str, Any]  # what the last session wrote down of itself
+    clock: datetime  # when the job's first session began: the time in prompts whose template prints it
 
 
 def open_checkpoint(setup: JobSetup, say: Callable[[str], None]) -> Checkpoint:
@@ -46,4 +50,6 @@ def open_checkpoint(setup: JobSetup, say: Callable[[str], None]) -> Checkpoint:
     if recovery.num_damaged:
         say(f"{recovery.num_damaged} damaged lines in {paths.journal} are left out")
     session = Session(recovery.num_sessions + 1, setup.fit, job.return_token_ids, job.retry_errors)
-    return Checkpoint(journal, ledger, session, recovery.facts)
+    began = recovery.facts.get(CLOCK)
+    clock = datetime.now() if began is None else datetime.fromisoformat(began)
+    return Checkpoint(journal, ledger, session, recovery.facts, clock)

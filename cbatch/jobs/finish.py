@@ -10,13 +10,15 @@ from typing import Any
 from cbatch.engine.stats import EngineStats
 from cbatch.jobs import report as reporting
 from cbatch.jobs.assemble import Layout, Tick, assemble, columns_digest, content_digest
+from cbatch.jobs.checkpoint import CLOCK
 from cbatch.jobs.journal import Journal
 from cbatch.jobs.rowindex import RowIndex
 from cbatch.jobs.setup import JobSetup
 from cbatch.jobs.shards import Part, mark_success
 from cbatch.jobs.totals import Targets, Totals
 
-FACTS = ("settings", "generation_config", "versions", "host", "slurm")  # what a session wrote down, as it is reported
+# What a session wrote down, as it is reported.
+FACTS = ("settings", "generation_config", CLOCK, "versions", "host", "slurm")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ The tokenizer is any that has the methods of the protocol below; nothing here im
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Literal, Protocol
 
 from cbatch.config import DEFAULT_MAX_TOKENS
@@ -41,8 +42,9 @@ class Tokenizer(Protocol):
         *,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        now: datetime,
     ) -> list[int]:
-        """Apply the chat template once, without a second BOS."""
+        """Apply the chat template once, without a second BOS; a template that prints the time prints `now`."""
 
     def decode(self, ids: list[int]) -> str:
         """Decode without special tokens and without cleaning up spaces."""
@@ -62,8 +64,10 @@ class Encoded:
 class PromptEncoder:
     """Tokenises and checks prompts against the vocabulary and the context."""
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int, on_overlong: OnOverlong) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int, on_overlong: OnOverlong, clock: datetime) -> None:
+        """`clock` is the time in the prompts of templates that print it: one for the whole job."""
         self._tokenizer = tokenizer
+        self._clock = clock
         self._max_model_len = max_model_len
         self._on_overlong = on_overlong
         self._vocab_size = tokenizer.vocab_size
@@ -103,7 +107,10 @@ class PromptEncoder:
             raise RowError(NO_CHAT_TEMPLATE, f"the model has no chat template for messages: {TEMPLATE_HINT}")
         try:
             return self._tokenizer.encode_chat(
-                rendered.value, tools=rendered.tools, chat_template_kwargs=rendered.template_kwargs
+                rendered.value,
+                tools=rendered.tools,
+                chat_template_kwargs=rendered.template_kwargs,
+                now=self._clock,
             )
         except RowError:
             raise

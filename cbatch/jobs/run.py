@@ -23,7 +23,7 @@ from cbatch.io.columns import ROW_WORDS
 from cbatch.io.rows import Row
 from cbatch.jobs import report as reporting
 from cbatch.jobs.assemble import Layout
-from cbatch.jobs.checkpoint import Checkpoint, open_checkpoint
+from cbatch.jobs.checkpoint import CLOCK, Checkpoint, open_checkpoint
 from cbatch.jobs.counting import RowCount
 from cbatch.jobs.feeder import Feeder
 from cbatch.jobs.finish import SessionFigures, finish
@@ -217,7 +217,9 @@ class _JobRun:
         self._describe(engine, defaults)
         feeder = Feeder(
             chain([first], rows),
-            PromptEncoder(engine.tokenizer, engine.plan.max_model_len, self._job.on_overlong),
+            PromptEncoder(
+                engine.tokenizer, engine.plan.max_model_len, self._job.on_overlong, self._checkpoint.clock
+            ),
             defaults,
             self._job.seed,
             max_ahead=AHEAD * engine.plan.max_requests_per_batch,
@@ -262,7 +264,7 @@ class _JobRun:
         """Say what was decided, and keep it in the journal for whoever finishes the job."""
         settings = engine.plan.settings()
         self._facts = {"load_s": engine.load_s, "settings": settings, "pid": os.getpid(), **reporting.environment()}
-        self._facts["generation_config"] = defaults
+        self._facts |= {"generation_config": defaults, CLOCK: self._checkpoint.clock.isoformat()}
         self._writer.note(self._checkpoint.session.number, self._facts)
         if self._verbose:
             for name, setting in settings.items():

@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 import tokenizers
@@ -26,7 +27,7 @@ BAD_TEXT = "bad_text"
 TEMPLATE_ERROR = "template_error"
 UNKNOWN_TOKEN = "unknown_token"
 PROBE = "a"
-CLOCK_CALL = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
+CLOCK_CALL = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")  # how templates print the time
 # What a row may set of `apply_chat_template` itself; its other parameters decide how, not what, is rendered.
 TEMPLATE_PARAMETERS = frozenset({"add_generation_prompt", "continue_final_message", "documents"})
 
@@ -41,12 +42,10 @@ def load_tokenizer(source: ModelSource, vocab_size: int | None = None) -> Tokeni
 class Tokenizer:
     """A transformers tokenizer with the rules of this project; `vocab_size` is the model's where it is known.
 
-    Changes the one that it is given: no padding, no truncation, and templates that print the time print `now`.
+    Changes the one that it is given: no padding, no truncation.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None, *, now: datetime | None = None
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> None:
         self._tokenizer = tokenizer
         self._encode_plainly, self._decode = _backend(tokenizer)
         self.num_tokens = max(tokenizer.get_vocab().values()) + 1  # ids, holes included
@@ -56,8 +55,9 @@ class Tokenizer:
         self._bos: int | None = tokenizer.bos_token_id
         self._eos: int | None = tokenizer.eos_token_id
         self._prefix, self._suffix = self._special_tokens_around()
-        tokenizer.chat_template = _stop_clock(tokenizer.chat_template, now or datetime.now())
-        self._template_parameters = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
+        self._made_at = datetime.now()
+        self._print_time = lru_cache(_print_time)
+        self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) - TEMPLATE_PARAMETERS
         self.vocab_size = vocab_size or self.num_tokens
 
     @property
@@ -89,12 +89,14 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
     ) -> list[int]:
         """Render messages with the model's template, the assistant's turn opened, and encode that as it stands.
 
-        Raises RowError where the template refuses them.
+        The time that a template prints is `now`, else that at which the tokenizer was loaded: it stands still, so that
+        rows rendered later do not lose the shared prefix. Raises RowError where the template refuses them.
         """
-        text = self._render(messages, tools, dict(chat_template_kwargs or {}))
+        text = self._render(messages, tools, dict(chat_template_kwargs or {}), now or self._made_at)
         _check_unicode(text)
         return self._check_vocabulary(self._encode_plainly([text], False)[0])
 
@@ -120,14 +122,16 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         given: dict[str, Any],
+        now: datetime,
     ) -> str:
-        if reserved := sorted(given.keys() & self._template_parameters - TEMPLATE_PARAMETERS):
+        if reserved := sorted(given.keys() & self._reserved):
             raise RowError(TEMPLATE_ERROR, f"chat_template_kwargs cannot set {', '.join(reserved)}")
         given.setdefault("add_generation_prompt", not given.get("continue_final_message", False))
         try:
             rendered = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
+                chat_template=self._print_time(self._tokenizer.get_chat_template(tools=tools), now),
                 tokenize=False,
                 **given,
             )
@@ -170,16 +174,8 @@ class Tokenizer:
         return [], []
 
 
-def _stop_clock(template: str | dict[str, str] | None, now: datetime) -> str | dict[str, str] | None:
-    """Write `now` into a template where it prints the time: rows rendered later must not lose the shared prefix."""
-    if template is None:
-        return None
-    if isinstance(template, dict):
-        return {name: _print_time(text, now) for name, text in template.items()}
-    return _print_time(template, now)
-
-
 def _print_time(template: str, now: datetime) -> str:
+    """Write `now` into a template where it would print the time of each row."""
     return CLOCK_CALL.sub(lambda call: repr(now.strftime(call[2])), template)
 
 

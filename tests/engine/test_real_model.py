@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tests.engine.reference import Reference, count_near_ties, generate_referenc
 
 MAX_TOKENS = 12
 ROWS = 2  # of each job
+CLOCK = datetime(2030, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def smollm2(real_model: Path) -> RealModel:
     for folder in sorted(path.parent for path in (ROOT / "sample_jobs").glob("*/job.toml")):
         job = tomllib.loads((folder / "job.toml").read_text(encoding="utf-8"))
         renderer = Renderer(template=job["template"], system_prompt=job.get("system_prompt"))
-        encoder = PromptEncoder(loaded.tokenizer, loaded.shape.context_length, "error")
+        encoder = PromptEncoder(loaded.tokenizer, loaded.shape.context_length, "error", CLOCK)
         lines = (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
         prompts += [encoder.encode(renderer.render(json.loads(line)), MAX_TOKENS).token_ids for line in lines[:ROWS]]
     return RealModel(loaded, prompts, generate_references(real_model, prompts, [MAX_TOKENS] * len(prompts)))

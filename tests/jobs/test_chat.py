@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from cbatch.models.tokenizer import Tokenizer
 from tests.tiny_models import BOS_ID, VOCAB_SIZE, build_tiny_tokenizer
 
 USER = {"role": "user", "content": "the sand"}
+CLOCK = datetime(2030, 1, 2)
 ASSISTANT = {"role": "assistant", "content": "Once"}
 SYSTEM = {"role": "system", "content": "be short"}
 WRITES_BOS = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -41,7 +43,7 @@ def tokenizer(template: str | None = WRITES_BOS) -> Tokenizer:
 
 
 def ids_of(rendered: Rendered, template: str | None) -> list[int]:
-    return PromptEncoder(tokenizer(template), 512, "error").encode(rendered, None).token_ids
+    return PromptEncoder(tokenizer(template), 512, "error", CLOCK).encode(rendered, None).token_ids
 
 
 def render(columns: dict[str, Any], template: str | None = WRITES_BOS, renderer: Renderer | None = None) -> str:

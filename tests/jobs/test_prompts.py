@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from cbatch.jobs.rendering import Rendered, Renderer
 from tests.stub_engine import BOS, FIRST_LETTER, VOCAB_SIZE, StubTokenizer
 
 USER = {"role": "user", "content": "hi"}
+CLOCK = datetime(2030, 1, 2)
 
 
 def refused(columns: dict[str, Any], column: str | None = None) -> RowError:
@@ -21,7 +23,7 @@ def refused(columns: dict[str, Any], column: str | None = None) -> RowError:
 
 
 def encode(columns: dict[str, Any], column: str | None = None, **options: Any) -> list[int]:
-    encoder = PromptEncoder(options.pop("tokenizer", StubTokenizer()), options.pop("limit", 64), "error")
+    encoder = PromptEncoder(options.pop("tokenizer", StubTokenizer()), options.pop("limit", 64), "error", CLOCK)
     rendered = Renderer(column).render(columns)
     rendered.canonical()
     return encoder.encode(rendered, None).token_ids
@@ -131,7 +133,7 @@ def test_a_chat_without_a_template_names_the_way_out() -> None:
 
 def fit(length: int, mode: Any, *, max_tokens: int | None = None, limit: int = 20) -> tuple[list[int], int]:
     ids = [BOS, *range(100, 100 + length - 1)]
-    encoded = PromptEncoder(StubTokenizer(), limit, mode).encode(Rendered("token_ids", ids), max_tokens)
+    encoded = PromptEncoder(StubTokenizer(), limit, mode, CLOCK).encode(Rendered("token_ids", ids), max_tokens)
     return encoded.token_ids, encoded.num_dropped
 
 

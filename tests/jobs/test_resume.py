@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from cbatch.errors import CbatchError, EngineError, UsageError
 from tests.jobs.jobkit import Bench, prompts, read_rows, without_times
+from tests.jobs.test_signals import Process
 from tests.stub_engine import StubPlan
 
 
@@ -297,3 +300,25 @@ def test_finished_rows_can_be_read_from_the_journal(bench: Bench) -> None:
     results = [line["result"] for line in lines if "key" in line]
     assert len(results) == finished
     assert all(result["completion"] for result in results)
+
+
+def test_a_killed_job_keeps_its_clock(bench: Bench) -> None:
+    """Templates print the time: rows of a resumed job are to have the prompts, and the shared prefix, of the others."""
+    clock = {"chat_template_kwargs": {"clock": "%H:%M:%S.%f "}}
+    bench.write([{"id": n, "messages": [{"role": "user", "content": f"{n}"}], **clock} for n in range(60)])
+    log = bench.path / "started"
+    process = Process(bench, environment={"STUB_LOG": str(log), "STUB_STEP_S": "0.01"})
+    process.wait_for(lambda: process.journalled() > 8)
+    process.send(signal.SIGKILL)
+    process.end()
+    num_before = log.read_text().count("\n")
+    bench.engine_options = {"log": log}
+    summary = bench.run()
+    assert 8 < summary.rows_replayed < 60
+    lines = log.read_text().splitlines()
+    assert len(lines) > num_before
+    assert len({line.split()[0] for line in lines}) == 1, "the prompts print different times"
+    at = datetime.fromisoformat(bench.report()["clock"])
+    assert at.strftime("%H:%M:%S.%f") in lines[0]
+    bench.run(restart=True)
+    assert bench.report()["clock"] > at.isoformat()

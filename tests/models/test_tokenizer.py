@@ -139,9 +139,21 @@ def test_lone_surrogates_are_the_rows_error_wherever_they_stand() -> None:
         "{% if strftime_now is defined %}{% set now = strftime_now('%d %b %Y %H:%M:%S') %}{{ now }}{% endif %}",
     ],
 )
-def test_the_clock_of_a_template_stands_still_for_the_whole_run(template: str) -> None:
-    tokenizer = Tokenizer(build_tiny_tokenizer(chat_template=template), now=CLOCK)
-    assert tokenizer.decode(tokenizer.encode_chat(USER)) == "02 Jan 2030 03:04:05"
+def test_a_template_prints_the_time_that_it_is_given(template: str) -> None:
+    tokenizer = tiny(chat_template=template)
+    assert tokenizer.decode(tokenizer.encode_chat(USER, now=CLOCK)) == "02 Jan 2030 03:04:05"
+
+
+def test_a_templates_clock_stands_still_where_nobody_sets_it() -> None:
+    tokenizer = tiny(chat_template="{{ strftime_now('%H:%M:%S.%f') }}")
+    assert len({tuple(tokenizer.encode_chat(USER)) for _ in range(20)}) == 1
+
+
+def test_of_several_templates_the_one_for_tools_is_taken_where_there_are_tools() -> None:
+    templates = {"default": "plain {{ strftime_now('%Y') }}", "tool_use": "tools {{ strftime_now('%Y') }}"}
+    tokenizer = tiny(chat_template=templates)
+    assert tokenizer.decode(tokenizer.encode_chat(USER, now=CLOCK)) == "plain 2030"
+    assert tokenizer.decode(tokenizer.encode_chat(USER, tools=[{"name": "f"}], now=CLOCK)) == "tools 2030"
 
 
 def test_decoding_skips_special_tokens_and_ids_beyond_the_vocabulary() -> None:
