@@ -8,25 +8,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
-from cbatch.engine.request import Prompt
-from cbatch.errors import RowError, UsageError
-from cbatch.jobs.keys import row_seed
-from cbatch.jobs.params import resolve
-from cbatch.jobs.prompts import NO_CHAT_TEMPLATE, TEMPLATE_HINT, PromptEncoder
+from cbatch.errors import RowError
+from cbatch.jobs.encoding import ReadyRow, RowEncoder
 from cbatch.jobs.reader import JobRow
 
 MAX_AHEAD_TOKENS = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyRow:
-    """A row with its prompt, ready for the engine."""
-
-    row: JobRow
-    prompt: Prompt
-    num_dropped: int  # prompt tokens cut off to fit the context
 
 
 class Window:
@@ -75,9 +62,7 @@ class Feeder:
     def __init__(
         self,
         rows: Iterator[JobRow],
-        encoder: PromptEncoder,
-        defaults: dict[str, object],
-        job_seed: int,
+        encoder: RowEncoder,
         *,
         max_ahead: int,
         fail: Callable[[JobRow, RowError], None],
@@ -86,11 +71,8 @@ class Feeder:
         """Start; rows that need no engine go to `fail` and `replay`."""
         self._rows = rows
         self._encoder = encoder
-        self._defaults = defaults
-        self._job_seed = job_seed
         self._fail = fail
         self._replay = replay
-        self._has_encoded = False
         self._window = Window(max_ahead)
         self._thread = threading.Thread(target=self._run, name="cbatch-feeder", daemon=True)
         self.failure: BaseException | None = None
@@ -125,26 +107,8 @@ class Feeder:
             self._replay(row)
             return True
         try:
-            ready = self._encode(row)
+            ready = self._encoder.encode(row)
         except RowError as error:
             self._fail(row, error)
             return True
         return self._window.put(ready)
-
-    def _encode(self, row: JobRow) -> ReadyRow:
-        if row.error is not None:
-            raise row.error
-        assert row.rendered is not None
-        max_tokens = row.given.get("max_tokens", self._defaults.get("max_tokens"))
-        assert max_tokens is None or isinstance(max_tokens, int)
-        try:
-            encoded = self._encoder.encode(row.rendered, max_tokens)
-        except RowError as error:
-            if error.code == NO_CHAT_TEMPLATE and not self._has_encoded:
-                raise UsageError(
-                    f"{row.row.location} holds messages, and the model has no chat template", hint=TEMPLATE_HINT
-                ) from None
-            raise RowError(error.code, f"{row.row.location}: {error.message}") from error
-        self._has_encoded = True
-        sampling = resolve(row.given, self._defaults, row_seed(self._job_seed, row.claim.key))
-        return ReadyRow(row, Prompt(row.index, encoded.token_ids, sampling), encoded.num_dropped)

@@ -13,7 +13,8 @@ from typing import Protocol
 from cbatch.engine.request import Prompt, RequestOutput
 from cbatch.engine.stats import EngineStats
 from cbatch.errors import CbatchError, InputError
-from cbatch.jobs.feeder import Feeder, ReadyRow
+from cbatch.jobs.encoding import ReadyRow
+from cbatch.jobs.feeder import Feeder
 from cbatch.jobs.progress import Progress, Snapshot
 from cbatch.jobs.prompts import Tokenizer
 from cbatch.jobs.results import Session, finished_entry

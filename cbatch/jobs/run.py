@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,27 +20,27 @@ from cbatch.config import EngineConfig, JobConfig
 from cbatch.engine.stats import EngineStats
 from cbatch.errors import EXIT_FAILED, EXIT_OK, RowError, UsageError
 from cbatch.io.columns import ROW_WORDS
-from cbatch.io.rows import Row
 from cbatch.jobs import report as reporting
 from cbatch.jobs.assemble import Layout
-from cbatch.jobs.checkpoint import CLOCK, Checkpoint, open_checkpoint
+from cbatch.jobs.checkpoint import Checkpoint, open_checkpoint
 from cbatch.jobs.counting import RowCount
+from cbatch.jobs.encoding import RowEncoder
 from cbatch.jobs.feeder import Feeder
 from cbatch.jobs.finish import SessionFigures, finish
 from cbatch.jobs.lock import JobLock
 from cbatch.jobs.loop import BatchEngine, StepLoop, check_errors
-from cbatch.jobs.openai import BatchRequests, is_batch_row
+from cbatch.jobs.opening import OpenRows, open_rows
 from cbatch.jobs.params import check_model_defaults
 from cbatch.jobs.paths import JobPaths
 from cbatch.jobs.progress import Progress
 from cbatch.jobs.prompts import PromptEncoder
-from cbatch.jobs.reader import Interpret, JobReader, JobRow, plain_rows
+from cbatch.jobs.reader import JobReader, JobRow
 from cbatch.jobs.results import failed_entry
 from cbatch.jobs.rowindex import RowIndex
 from cbatch.jobs.setup import JobSetup, prepare
 from cbatch.jobs.shards import Part
 from cbatch.jobs.stop import RESUME_HINT, Interrupted, Stop, handling_signals
-from cbatch.jobs.survey import Survey, can_reread, check_custom_ids, survey
+from cbatch.jobs.survey import Survey, survey
 from cbatch.jobs.writer import Writer
 
 LoadEngine = Callable[[EngineConfig], BatchEngine]
@@ -136,8 +136,8 @@ class _JobRun:
         self._num_recovered = len(self._checkpoint.ledger)
         try:
             with self._stop.interruptible():
-                openai, rows = self._open_rows()
-                surveyed = self._survey_shard(openai=openai)
+                opened = self._open_rows()
+                surveyed = self._survey_shard(openai=opened.openai)
             self._index = RowIndex(self._part.rows.start if self._part is not None else 0)
             self._writer = Writer(self._checkpoint.journal, self._index)
         except Interrupted as interrupted:
@@ -146,11 +146,10 @@ class _JobRun:
             )
         try:
             own = self._part.rows if self._part is not None else None
-            interpret = self._interpret(openai=openai)
-            reader = JobReader(rows, interpret, self._checkpoint.ledger, self._setup.identity, own)
+            reader = JobReader(opened.rows, opened.interpret, self._checkpoint.ledger, self._setup.identity, own)
             self._run_rows(reader)
             self._writer.close()
-            return self._finish(reader, surveyed, openai=openai)
+            return self._finish(reader, surveyed, openai=opened.openai)
         except Interrupted as interrupted:
             self._writer.close()
             self._lock.check()
@@ -158,30 +157,15 @@ class _JobRun:
         finally:
             self._writer.close()
 
-    def _open_rows(self) -> tuple[bool, Iterator[Row]]:
-        """Return whether the input is an OpenAI Batch file, told by its first row that can be read, and the rows."""
-        source, limit = self._setup.source, self._job.limit
-        rows = islice(source, limit)
-        ahead: list[Row] = []
-        for row in rows:
-            ahead.append(row)
-            if row.error is None:
-                break
-        explicit = self._job.prompt_column is not None or self._job.template is not None
-        openai = bool(ahead) and is_batch_row(ahead[-1].columns) and not explicit
-        if openai and not can_reread(source):
-            raise UsageError(
-                "an OpenAI Batch file cannot come from standard input: its custom_ids are checked before anything runs",
-                hint="write it to a file first",
-            )
-        if openai and self._setup.paths.output.suffix.lower() == ".parquet":
+    def _open_rows(self) -> OpenRows:
+        """Open the input; an OpenAI Batch file is answered in its own format."""
+        opened = open_rows(self._setup, self._stop.check)
+        if opened.openai and self._setup.paths.output.suffix.lower() == ".parquet":
             raise UsageError(
                 "an OpenAI Batch file is answered in its own format, which is JSON lines",
                 hint="name an output in .jsonl",
             )
-        if openai:
-            check_custom_ids(islice(source, limit), self._stop.check)
-        return openai, chain(ahead, rows)
+        return opened
 
     def _survey_shard(self, *, openai: bool) -> Survey | None:
         """Find this shard's rows by looking at all of them."""
@@ -197,11 +181,6 @@ class _JobRun:
         self._progress.say(f"rows {self._part.rows.start} to {self._part.rows.stop - 1} of {surveyed.num_rows}")
         return surveyed
 
-    def _interpret(self, *, openai: bool) -> Interpret:
-        if openai:
-            return BatchRequests(self._setup.params, self._job.system_prompt).interpret
-        return plain_rows(self._setup.params, self._setup.renderer)
-
     def _run_rows(self, reader: JobReader) -> None:
         """Give every row an entry; the engine is loaded for the first one that needs it."""
         rows = iter(reader)
@@ -215,13 +194,10 @@ class _JobRun:
         taken = engine.generation_defaults if self._job.generation_config == "auto" else {}
         defaults = check_model_defaults(taken)
         self._describe(engine, defaults)
+        prompts = PromptEncoder(engine.tokenizer, engine.plan.max_model_len, self._job.on_overlong)
         feeder = Feeder(
             chain([first], rows),
-            PromptEncoder(
-                engine.tokenizer, engine.plan.max_model_len, self._job.on_overlong, self._checkpoint.clock
-            ),
-            defaults,
-            self._job.seed,
+            RowEncoder(prompts, defaults, self._job.seed),
             max_ahead=AHEAD * engine.plan.max_requests_per_batch,
             fail=self._fail,
             replay=self._replay,
@@ -264,7 +240,7 @@ class _JobRun:
         """Say what was decided, and keep it in the journal for whoever finishes the job."""
         settings = engine.plan.settings()
         self._facts = {"load_s": engine.load_s, "settings": settings, "pid": os.getpid(), **reporting.environment()}
-        self._facts |= {"generation_config": defaults, CLOCK: self._checkpoint.clock.isoformat()}
+        self._facts["generation_config"] = defaults
         self._writer.note(self._checkpoint.session.number, self._facts)
         if self._verbose:
             for name, setting in settings.items():

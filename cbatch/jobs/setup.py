@@ -6,29 +6,20 @@ import os
 from dataclasses import dataclass
 
 from cbatch.config import EngineConfig, JobConfig
-from cbatch.engine.grammar import INSTALL_HINT, is_installed
 from cbatch.errors import UsageError
-from cbatch.io.sources import FilePart, Source, open_source
 from cbatch.jobs.identity import identify_model
 from cbatch.jobs.keys import hash_text, job_identity
-from cbatch.jobs.params import STRUCTURES, ParamReader
+from cbatch.jobs.opening import RowSetup, prepare_rows
 from cbatch.jobs.paths import JobPaths
-from cbatch.jobs.rendering import Renderer
 from cbatch.jobs.shards import Shard, parse_shard
 from cbatch.jobs.survey import can_reread
 
-CSV_SUFFIX = ".csv"
-
 
 @dataclass(frozen=True, slots=True)
-class JobSetup:
+class JobSetup(RowSetup):
     """A job that can begin."""
 
-    job: JobConfig
     engine: EngineConfig
-    source: Source
-    params: ParamReader
-    renderer: Renderer
     paths: JobPaths
     shard: Shard | None
     model_identity: bytes
@@ -52,13 +43,8 @@ class JobSetup:
 
 def prepare(job: JobConfig, engine: EngineConfig) -> JobSetup:
     """Check a job. Raises UsageError, InputError, OutputError."""
-    renderer = Renderer(job.prompt_column, job.template, job.system_prompt)
-    ParamReader(job.sampling)  # a wrong option is said before the input is looked at
-    if any(job.sampling.get(name) for name in STRUCTURES) and not is_installed():
-        raise UsageError("structured output needs the package llguidance", hint=INSTALL_HINT)
-    source = open_source(job.inputs, split=job.dataset_split)
-    has_text = any(isinstance(part, FilePart) and CSV_SUFFIX in part.format.suffixes for part in source.parts)
-    params = ParamReader(job.sampling, row_params=job.row_params, text_values=has_text)
+    rows = prepare_rows(job)
+    source = rows.source
     shard = parse_shard(job.shard, os.environ) if job.shard is not None else None
     output = job.output
     if shard is not None:
@@ -74,4 +60,4 @@ def prepare(job: JobConfig, engine: EngineConfig) -> JobSetup:
         output = str(part)
     paths = JobPaths.of(output, job.checkpoint_dir)
     paths.check(source.inputs)
-    return JobSetup(job, engine, source, params, renderer, paths, shard, identify_model(engine))
+    return JobSetup(job, source, rows.params, rows.renderer, engine, paths, shard, identify_model(engine))
