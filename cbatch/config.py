@@ -91,6 +91,7 @@ class JobConfig:
     restart: bool = False  # forget the finished rows of earlier runs
     retry_errors: bool = False  # run the rows again that failed
     checkpoint_dir: str | None = None  # where the journal is kept; None: beside the output
+    trace: bool = False  # write down every step, beside the output
     force_unlock: bool = False  # take the output's lock from whoever holds it
     grace: float = 20.0  # seconds that running rows get to finish after a signal
     interrupted_exit_code: int = 75  # of a run that a signal stopped in order

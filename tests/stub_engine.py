@@ -22,8 +22,10 @@ from types import ModuleType
 from typing import Any
 
 from cbatch.config import DEFAULT_MAX_TOKENS, EngineConfig
+from cbatch.engine.cache.manager import CacheLoad
+from cbatch.engine.observer import Observer, RequestEvent, StepRecord, StepTimes
 from cbatch.engine.record import TokenLogprobs
-from cbatch.engine.request import Prompt, RequestMetrics, RequestOutput
+from cbatch.engine.request import Prompt, RequestMetrics, RequestOutput, RequestStatus
 from cbatch.engine.samples import join_samples, sample_seed
 from cbatch.engine.stats import EngineStats
 from cbatch.errors import CbatchError, EngineError, RowError
@@ -59,12 +61,12 @@ class StubTokenizer:
         *,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> list[int]:
-        roles = [message["role"] for message in messages]
         now: datetime,
-        if any(left == right for left, right in pairwise(roles)):
+    ) -> list[int]:
         """Write a chat; the time goes before it where a template argument of that name asks for it."""
         clock = (chat_template_kwargs or {}).get("clock")
+        roles = [message["role"] for message in messages]
+        if any(left == right for left, right in pairwise(roles)):
             raise ValueError("roles must alternate")
         lines = [now.strftime(clock)] if clock else []
         lines += [f"{message['role']}: {message['content']}\n" for message in messages]
@@ -82,6 +84,7 @@ class StubTokenizer:
 class StubPlan:
     max_model_len: int = 4096
     max_requests_per_batch: int = 8
+    layer_windows: tuple[int | None, ...] = (None,)
 
     def settings(self) -> dict[str, dict[str, object]]:
         return {"max_requests_per_batch": {"value": self.max_requests_per_batch, "reason": "stub"}}
@@ -112,6 +115,7 @@ class StubEngine:
     step_s: float = 0.0  # how long a step takes
     fail_at_step: int | None = None
     num_started: int = 0
+    observer: Observer | None = None
     log: Path | None = None  # every prompt that starts is written here, a line of its text each
     _waiting: list[_Running] = field(default_factory=list)
     _running: list[_Running] = field(default_factory=list)
@@ -150,6 +154,9 @@ class StubEngine:
             planned.scheduled_at, planned.given_at = request.scheduled_at, request.given_at
             outputs.append(_output(planned))
         return join_samples(outputs)
+
+    def observe(self, observer: Observer) -> None:
+        self.observer = observer
 
     def drop_waiting(self) -> list[int]:
         dropped = [request.prompt.request_id for request in self._waiting]
@@ -191,8 +198,24 @@ class StubEngine:
                 self._running.remove(request)
                 finished.append(self._all_samples(request))
         self.stats.cache_usage = len(self._running) / self.plan.max_requests_per_batch
-        self.stats.generate_s += time.perf_counter() - started
+        ended = time.perf_counter()
+        self.stats.generate_s += ended - started
+        if self.observer is not None:
+            self.observer.on_step(self._record(StepTimes(started, started, ended, ended), finished))
         return finished
+
+    def _record(self, times: StepTimes, finished: list[RequestOutput]) -> StepRecord:
+        """What a step looks like to an observer, as far as the stub has it."""
+        events = [
+            RequestEvent(
+                done.request_id, 0, RequestStatus.FINISHED, times.ended, done.num_prompt_tokens, len(done.token_ids), 0
+            )
+            for done in finished
+        ]
+        count, load = len(self._running) + len(finished), CacheLoad(0.0, 0.0, 1.0, usage=0.0, waste=None)
+        return StepRecord(
+            times, count, 0, count, 0.0, 0, len(self._running), len(self._waiting), load, 0, 0, 0, tuple(events)
+        )
 
 
 def plan_completion(prompt: Prompt, tokenizer: StubTokenizer, max_model_len: int) -> _Running:

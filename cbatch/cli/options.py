@@ -278,6 +278,12 @@ JOB_SETTINGS = (
         metavar="FOLDER",
     ),
     Setting(
+        name="trace",
+        target=JobConfig,
+        panel=JOB,
+        help="Write what every step did to FILE.trace.jsonl.gz, for simulate, diagnose and report.",
+    ),
+    Setting(
         name="force_unlock",
         target=JobConfig,
         panel=JOB,

@@ -62,6 +62,7 @@ class EnginePlan:
     num_threads: int
     max_model_len: int
     page_size: int
+    layer_windows: tuple[int | None, ...]  # tokens that a layer attends to, None for all: the model's, not decided
     num_blocks: int  # usable whole-model blocks of page_size tokens
     max_batch_tokens: int
     max_requests_per_batch: int
@@ -136,6 +137,7 @@ def plan_engine(
         page_size=page_size,
         num_blocks=num_blocks,
         max_batch_tokens=batch.max_batch_tokens,
+        layer_windows=shape.sliding_windows,
         max_requests_per_batch=batch.max_requests,
         max_memory_percent=percent,
         scheduler_type=scheduler_type,

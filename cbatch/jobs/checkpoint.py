@@ -32,6 +32,7 @@ def open_checkpoint(setup: JobSetup, say: Callable[[str], None]) -> Checkpoint:
     job, paths = setup.job, setup.paths
     if job.restart:
         paths.journal.unlink(missing_ok=True)
+        paths.trace.unlink(missing_ok=True)
     elif paths.output.exists() and not paths.journal.exists():
         raise UsageError(
             f"{paths.output} exists, and there is no journal of it at {paths.journal}",

@@ -33,6 +33,7 @@ class SessionFigures:
     load_s: float
     stats: EngineStats
     ran_engine: bool
+    output_wait_s: float
     facts: dict[str, Any]  # of the last session that ran the model, this one or an earlier
 
 
@@ -76,6 +77,8 @@ def _report(setup: JobSetup, totals: Totals, session: SessionFigures, part: Part
     report = {
         **reporting.row_figures(totals),
         **reporting.engine_figures(session.stats),
+        "output_wait_s": session.output_wait_s,
+        "trace": setup.paths.trace.name if setup.paths.trace.exists() else None,
         "load_s": session.load_s,
         "wall_s": time.monotonic() - session.began,
         "started_at": session.started_at,

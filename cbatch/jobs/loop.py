@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Protocol
 
+from cbatch.engine.observer import Observer
 from cbatch.engine.request import Prompt, RequestOutput
 from cbatch.engine.stats import EngineStats
 from cbatch.errors import CbatchError, InputError
@@ -30,6 +31,10 @@ class Plan(Protocol):
 
     @property
     def max_requests_per_batch(self) -> int: ...
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The attention window of every layer in tokens; None for the whole context."""
 
     def settings(self) -> dict[str, dict[str, object]]:
         """Return name → value and reason."""
@@ -55,6 +60,9 @@ class BatchEngine(Protocol):
 
     def steps(self, prompts: Iterator[Prompt | None]) -> Iterator[list[RequestOutput]]:
         """Give one list of finished requests per step; None among the prompts means nothing is ready now."""
+
+    def observe(self, observer: Observer) -> None:
+        """Tell `observer` of every step from now on."""
 
     def drop_waiting(self) -> list[int]:
         """Forget the requests that never started and return their ids."""
@@ -101,6 +109,7 @@ class StepLoop:
         self._clock = clock
         self._pending: dict[int, ReadyRow] = {}  # handed to the engine, not finished
         self._deadline: float | None = None  # of the drain, once there is one
+        self.output_wait_s = 0.0  # that finished rows took to hand over, the writer being behind
 
     def run(self) -> None:
         """Finish every row. Raises Interrupted after a drain, and what made the feeder or the writer fail."""
@@ -140,7 +149,9 @@ class StepLoop:
             num_dropped=ready.num_dropped,
             generate_s=self._engine.stats.generate_s,
         )
+        began = self._clock()
         self._writer.write(ready.row.index, make_entry)
+        self.output_wait_s += self._clock() - began
 
     def _check(self) -> None:
         self._writer.check()

@@ -19,6 +19,7 @@ class JobPaths:
     report: Path
     journal: Path
     lock: Path
+    trace: Path
 
     @classmethod
     def of(cls, output: str, checkpoint_dir: str | None = None) -> JobPaths:
@@ -30,6 +31,7 @@ class JobPaths:
             report=report_path(path),
             journal=folder / f"{path.name}.journal.jsonl",
             lock=path.with_name(f"{path.name}.lock"),
+            trace=trace_path(path),
         )
 
     def check(self, inputs: Iterable[str]) -> None:
@@ -42,7 +44,7 @@ class JobPaths:
         if self.journal.parent != self.output.parent:
             check_writable(self.journal)
         for name in inputs:
-            for path in (self.output, self.report, self.journal, self.lock):
+            for path in (self.output, self.report, self.journal, self.lock, self.trace):
                 if _same_file(name, path):
                     raise UsageError(f"the input {name} would be overwritten by this job", hint="name another output")
 
@@ -50,6 +52,11 @@ class JobPaths:
 def report_path(output: Path) -> Path:
     """Return where the report of an output is."""
     return output.with_name(f"{output.name}.report.json")
+
+
+def trace_path(output: Path) -> Path:
+    """Return where the step trace of an output is."""
+    return output.with_name(f"{output.name}.trace.jsonl.gz")
 
 
 def errors_path(output: Path) -> Path:

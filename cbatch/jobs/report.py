@@ -61,6 +61,9 @@ def engine_figures(stats: EngineStats) -> dict[str, Any]:
         "max_cache_usage": stats.max_cache_usage,
         "kv_waste_fraction": stats.kv_waste_fraction,
         "schedule_s": stats.schedule_s,
+        "idle_s": stats.idle_s,
+        "starved_steps": stats.starved_steps,
+        "series": stats.series.as_dict(),
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -41,6 +41,7 @@ from cbatch.jobs.setup import JobSetup, prepare
 from cbatch.jobs.shards import Part
 from cbatch.jobs.stop import RESUME_HINT, Interrupted, Stop, handling_signals
 from cbatch.jobs.survey import Survey, survey
+from cbatch.jobs.trace import tracing
 from cbatch.jobs.writer import Writer
 
 LoadEngine = Callable[[EngineConfig], BatchEngine]
@@ -114,6 +115,7 @@ class _JobRun:
         self._row_count = RowCount(setup.source, setup.job.limit)
         self._progress = Progress(quiet=quiet, count_rows=lambda: self._row_count.value)
         self._engine: BatchEngine | None = None
+        self._loop: StepLoop | None = None
         self._part: Part | None = None
         self._resources = ExitStack()
 
@@ -202,7 +204,7 @@ class _JobRun:
             fail=self._fail,
             replay=self._replay,
         )
-        loop = StepLoop(
+        loop = self._loop = StepLoop(
             engine,
             feeder,
             self._writer,
@@ -213,7 +215,8 @@ class _JobRun:
             max_errors=self._job.max_errors,
         )
         try:
-            loop.run()
+            with tracing(engine, path, session, self._progress.say) if self._job.trace else nullcontext():
+                loop.run()
         finally:
             feeder.stop(FEEDER_STOP_S)
 
@@ -308,6 +311,7 @@ class _JobRun:
             facts=self._facts or reporting.environment(),
         )
 
+            output_wait_s=self._loop.output_wait_s if self._loop is not None else 0.0,
     def _interrupted(self, reason: str) -> JobSummary:
         num_rows = max(self._writer.tally.num_rows, self._num_recovered)
         self._progress.say(f"stopped by {reason}: {num_rows} finished rows are safe; {RESUME_HINT}")

@@ -7,13 +7,18 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cbatch.jobs.journal import Entry
+
+if TYPE_CHECKING:
+    import numpy as np
 
 LATENCIES = ("queue_s", "ttft_s", "itl_mean_s", "e2e_s")
 PERCENTILES = (50, 90, 99)
 MAX_ERROR_CODES = 100
+BINS_PER_DECADE = 10  # of a histogram: bin i holds the seconds from 10 ** (i / 10) on
+FIRST_BIN = -60  # and all that is less than a microsecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +97,11 @@ class Totals:
                     values[self._counts[name]] = value
                     self._counts[name] += 1
 
-    def percentiles(self) -> dict[str, dict[str, float | int]]:
-        """Return count, mean and percentiles of every latency, over the rows that did not fail."""
+    def percentiles(self) -> dict[str, dict[str, Any]]:
+        """Return count, mean, percentiles and histogram of every latency, over the rows that did not fail."""
         import numpy as np
 
-        table: dict[str, dict[str, float | int]] = {}
+        table: dict[str, dict[str, Any]] = {}
         for name, values in self._latencies.items():
             count = self._counts[name]
             table[name] = {"count": count}
@@ -106,4 +111,17 @@ class Totals:
                 found = np.percentile(numbers, PERCENTILES, overwrite_input=True)
                 table[name] |= {f"p{rank}": float(value) for rank, value in zip(PERCENTILES, found, strict=True)}
                 table[name] |= {"mean": float(numbers.mean(dtype=np.float64)), "max": float(numbers.max())}
+                table[name]["histogram"] = _histogram(numbers)
         return table
+
+
+def _histogram(numbers: np.ndarray) -> dict[str, Any]:
+    """Count sorted seconds by bins that are the same in every report, so that reports add up."""
+    import numpy as np
+
+    last = max(FIRST_BIN, int(np.floor(np.log10(max(float(numbers[-1]), 1e-9)) * BINS_PER_DECADE)))
+    edges = 10.0 ** (np.arange(FIRST_BIN + 1, last + 1) / BINS_PER_DECADE)
+    below = np.concatenate(([0], np.searchsorted(numbers, edges), [len(numbers)]))
+    counts = np.diff(below)
+    (filled,) = np.nonzero(counts)
+    return {"first_bin": FIRST_BIN + int(filled[0]), "counts": counts[filled[0] :].tolist()}
