@@ -22,7 +22,7 @@ from cbatch.errors import EXIT_FAILED, EXIT_OK, RowError, UsageError
 from cbatch.io.columns import ROW_WORDS
 from cbatch.jobs import report as reporting
 from cbatch.jobs.assemble import Layout
-from cbatch.jobs.checkpoint import Checkpoint, open_checkpoint
+from cbatch.jobs.checkpoint import CLOCK, Checkpoint, open_checkpoint
 from cbatch.jobs.counting import RowCount
 from cbatch.jobs.encoding import RowEncoder
 from cbatch.jobs.feeder import Feeder
@@ -196,7 +196,9 @@ class _JobRun:
         taken = engine.generation_defaults if self._job.generation_config == "auto" else {}
         defaults = check_model_defaults(taken)
         self._describe(engine, defaults)
-        prompts = PromptEncoder(engine.tokenizer, engine.plan.max_model_len, self._job.on_overlong)
+        prompts = PromptEncoder(
+            engine.tokenizer, engine.plan.max_model_len, self._job.on_overlong, self._checkpoint.clock
+        )
         feeder = Feeder(
             chain([first], rows),
             RowEncoder(prompts, defaults, self._job.seed),
@@ -243,7 +245,7 @@ class _JobRun:
         """Say what was decided, and keep it in the journal for whoever finishes the job."""
         settings = engine.plan.settings()
         self._facts = {"load_s": engine.load_s, "settings": settings, "pid": os.getpid(), **reporting.environment()}
-        self._facts["generation_config"] = defaults
+        self._facts |= {"generation_config": defaults, CLOCK: self._checkpoint.clock.isoformat()}
         self._writer.note(self._checkpoint.session.number, self._facts)
         if self._verbose:
             for name, setting in settings.items():
