@@ -216,6 +216,7 @@ class _JobRun:
             grace_s=self._job.grace,
             max_errors=self._job.max_errors,
         )
+        session, path = self._checkpoint.session.number, self._setup.paths.trace
         try:
             with tracing(engine, path, session, self._progress.say) if self._job.trace else nullcontext():
                 loop.run()
@@ -310,10 +311,10 @@ class _JobRun:
             load_s=engine.load_s if engine is not None else 0.0,
             stats=engine.stats if engine is not None else EngineStats(),
             ran_engine=engine is not None,
+            output_wait_s=self._loop.output_wait_s if self._loop is not None else 0.0,
             facts=self._facts or reporting.environment(),
         )
 
-            output_wait_s=self._loop.output_wait_s if self._loop is not None else 0.0,
     def _interrupted(self, reason: str) -> JobSummary:
         num_rows = max(self._writer.tally.num_rows, self._num_recovered)
         self._progress.say(f"stopped by {reason}: {num_rows} finished rows are safe; {RESUME_HINT}")
