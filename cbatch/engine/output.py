@@ -38,8 +38,6 @@ def empty_output(request: Request) -> RequestOutput:
 def finished_output(finished: FinishedRequest, now: float) -> RequestOutput:
     """Give the result of a request that ended at `now` (monotonic seconds)."""
     request, outcome, record = finished.request, finished.outcome, finished.request.logprobs
-    if record is not None and not record.is_finite and not isinstance(outcome, RowError):
-        outcome = RowError("non_finite_logits", "the model's logits for the prompt are not finite; try --dtype float32")
     generated = request.token_ids[request.num_prompt_tokens :]
     # The last token is what ends a request, unless it fails in place of one or wants none.
     has_token = request.token_times and not isinstance(outcome, RowError)

@@ -69,7 +69,8 @@ class ModelRunner:
         finite = torch.isfinite(choices.amax(dim=-1)).tolist()
         sampling = (item.request for item in plan.items if item.samples)
         for row, request in zip(inputs.result_order, sampling, strict=True):
-            if not finite[row]:
+            scores_finite = request.logprobs is None or request.logprobs.is_finite
+            if not (finite[row] and scores_finite):
                 results[row] = _not_finite(logits.dtype)
             elif request.constraint is not None:
                 results[row] = request.constraint.error or results[row]
@@ -114,4 +115,5 @@ class ModelRunner:
 
 def _not_finite(dtype: torch.dtype) -> RowError:
     name = str(dtype).removeprefix("torch.")
-    return RowError("non_finite_logits", f"the model's logits are not finite in {name}; try --dtype float32")
+    way_out = "the weights are damaged, or not of this model" if dtype == torch.float32 else "try --dtype float32"
+    return RowError("non_finite_logits", f"the model's logits are not finite in {name}: {way_out}")

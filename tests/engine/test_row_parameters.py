@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cbatch.config import EngineConfig, SamplingParams
 from cbatch.engine.engine import Engine
@@ -179,3 +180,63 @@ def test_each_row_of_a_batch_ends_by_its_own_condition(loaded: LoadedModel) -> N
     )
     assert [len(output.token_ids) for output in (first, second, third)] == [4, 51, 60]
     assert [output.finish_reason for output in (first, second, third)] == ["stop", "stop", "length"]
+
+
+def test_a_completion_that_begins_with_its_stop_is_empty_and_says_why(loaded: LoadedModel) -> None:
+    tokens = make_tokens(12, seed=3)
+    first = text_of(loaded, complete(loaded, tokens, max_tokens=30, ignore_eos=True))[0]
+    output = complete(loaded, tokens, max_tokens=30, ignore_eos=True, stop=(first,))
+    assert (text_of(loaded, output), output.finish_reason, output.stop_reason) == ("", "stop", first)
+
+
+def test_every_end_token_of_the_generation_config_ends_a_row_and_none_where_it_ignores_them(tmp_path: Path) -> None:
+    folder = build_tiny("llama", tmp_path)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7, 9]}')
+    loaded = load_tiny(folder)
+    for end in (2, 7, 9):
+        likely = {"logit_bias": ((end, 100.0),), "max_tokens": 50}
+        ended = complete(loaded, make_tokens(5), min_tokens=4, **likely)
+        assert (ended.finish_reason, ended.stop_reason, ended.token_ids[4:]) == ("stop", None, [end])
+        assert text_of(loaded, ended) == loaded.tokenizer.decode(ended.token_ids[:4])
+        ignoring = complete(loaded, make_tokens(5), ignore_eos=True, **likely)
+        assert (ignoring.finish_reason, ignoring.token_ids) == ("length", [end] * 50)
+
+
+# The batch
+
+
+def test_special_tokens_in_a_prompt_are_tokens_like_others_and_nobody_pads(folder: Path, loaded: LoadedModel) -> None:
+    """Padding, BOS and EOS in the middle, at the start and at the end, beside shorter rows."""
+    prompts = [[2, *make_tokens(9)], [*make_tokens(4), 0, 2, 1, *make_tokens(30)], [0], [*make_tokens(3), 2], [1, 1, 5]]
+    references = generate_references(folder, prompts, [12] * len(prompts))
+    params = SamplingParams(max_tokens=12, ignore_eos=True, frequency_penalty=0.0)
+    outputs = run(make_engine(loaded), *(Prompt(i, tokens, params) for i, tokens in enumerate(prompts)))
+    assert count_near_ties(references, [output.token_ids for output in outputs]) == 0
+
+
+@pytest.mark.parametrize("max_batch_tokens", [1, 16, 512])
+def test_a_prompt_gives_one_answer_alone_eight_times_over_and_from_the_cache(
+    folder: Path, loaded: LoadedModel, max_batch_tokens: int
+) -> None:
+    tokens, params = make_tokens(50, seed=8), SamplingParams(max_tokens=20, ignore_eos=True)
+    engine = make_engine(loaded, max_batch_tokens=max_batch_tokens)
+    (alone,) = run(engine, Prompt(0, tokens, params))
+    assert alone.metrics.cached_tokens == 0
+    outputs = run(engine, *(Prompt(i, tokens, params) for i in range(8)))
+    assert all(output.metrics.cached_tokens == 48 for output in outputs)
+    references = generate_references(folder, [tokens] * 9, [20] * 9)
+    assert count_near_ties(references, [output.token_ids for output in (alone, *outputs)]) == 0
+
+
+def test_what_a_type_cannot_hold_is_an_error_of_every_row_and_never_token_0(tmp_path: Path) -> None:
+    """Models trained in bfloat16 overflow float16: their logits are NaN, of which argmax makes token 0."""
+    folder = build_tiny("llama", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    down = weights["model.layers.0.mlp.down_proj.weight"]
+    for dtype, largest, way_out in (("float16", 6e4, "try --dtype float32"), ("float32", 3e38, "damaged")):
+        scaled = {**weights, "model.layers.0.mlp.down_proj.weight": down * (largest / down.abs().max())}
+        save_file(scaled, folder / "model.safetensors", metadata={"format": "pt"})
+        config = EngineConfig(model=str(folder), dtype=dtype, num_blocks=64)  # type: ignore[arg-type]
+        outputs = run(Engine.load(config), *(Prompt(i, make_tokens(5, i), SamplingParams()) for i in range(3)))
+        assert [output.error and output.error.code for output in outputs] == ["non_finite_logits"] * 3
+        assert all(dtype in str(output.error) and way_out in str(output.error) for output in outputs)
