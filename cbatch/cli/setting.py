@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import MISSING, Field, dataclass, fields
+from functools import cache
+from functools import lru_cache
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from cbatch.config import EngineConfig, JobConfig, SamplingParams
+from cbatch.config import SamplingParams
 from cbatch.errors import UsageError
 from cbatch.jobs.params import INT_MAX, PARAMS
 
@@ -29,11 +31,8 @@ class ConsoleConfig:
     debug: bool = False
 
 
-Target = type[EngineConfig] | type[JobConfig] | type[SamplingParams] | type[ConsoleConfig]
-
-
 _ROW_PARAMS = {param.name: param for param in PARAMS}
-_HINTS = {target: get_type_hints(target) for target in (EngineConfig, JobConfig, SamplingParams, ConsoleConfig)}
+_hints = lru_cache(get_type_hints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class Setting:
     """One word that the user can set: the field `name` of `target`."""
 
     name: str
-    target: Target
+    target: type  # a dataclass of what the user asked for
     panel: str
     help: str
     default: str | None = None  # how an absent value reads in the help; None: the field's own default
@@ -79,7 +78,7 @@ class Setting:
     @property
     def annotation(self) -> Any:
         """The field's type without None."""
-        hint = _HINTS[self.target][self.name]
+        hint = _hints(self.target)[self.name]
         if get_origin(hint) is UnionType:
             hint = next(member for member in get_args(hint) if member is not type(None))
         return hint
