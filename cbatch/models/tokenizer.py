@@ -127,7 +127,7 @@ class Tokenizer:
         if reserved := sorted(given.keys() & self._reserved):
             raise RowError(TEMPLATE_ERROR, f"chat_template_kwargs cannot set {', '.join(reserved)}")
         given.setdefault("add_generation_prompt", not given.get("continue_final_message", False))
-        tool_dicts = None if tools is None else [dict(tool) for tool in tools]
+        tool_dicts: list[Any] | None = None if tools is None else [dict(tool) for tool in tools]
         try:
             rendered = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
