@@ -12,7 +12,7 @@ from typing import Any
 
 from cbatch.cli.config_file import INPUTS, read_config_file
 from cbatch.cli.options import BY_NAME, SETTINGS
-from cbatch.cli.setting import ConsoleConfig, Setting, Target
+from cbatch.cli.setting import ConsoleConfig, Setting
 from cbatch.config import EngineConfig, JobConfig, SamplingParams
 from cbatch.errors import UsageError
 
@@ -34,7 +34,7 @@ class Given:
     values: dict[str, Any]
     settings: Sequence[Setting]
 
-    def of(self, target: Target) -> dict[str, Any]:
+    def of(self, target: type) -> dict[str, Any]:
         """Give what was given for the fields of `target`."""
         names = (setting.name for setting in self.settings if setting.target is target)
         return {name: self.values[name] for name in names if name in self.values}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import MISSING, Field, dataclass, fields
-from functools import cache
 from functools import lru_cache
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
