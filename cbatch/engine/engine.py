@@ -100,9 +100,7 @@ class Engine:
     @classmethod
     def over(cls, loaded: LoadedModel, config: EngineConfig, mode: Mode = MODES[CHUNKED]) -> Engine:
         """Build an engine around a model that is in memory already."""
-        check_config(config, loaded.shape)
-        kernels = dispatch.describe_kernels(loaded.device, fixed_order=config.deterministic)
-        plan = plan_engine(config, loaded, free_memory(loaded.device), kernels, mode)
+        plan = plan_over(loaded, config, mode)
         cache = build_cache(
             loaded.shape.sliding_windows,
             num_blocks=plan.num_blocks,
@@ -279,6 +277,13 @@ class Engine:
         began = time.perf_counter()
         time.sleep(IDLE_SLEEP_S)
         self.stats.idle_s += time.perf_counter() - began if self._began is not None else 0.0
+
+
+def plan_over(loaded: LoadedModel, config: EngineConfig, mode: Mode = MODES[CHUNKED]) -> EnginePlan:
+    """Decide the plan of an engine around a model that is in memory already. Raises UsageError."""
+    check_config(config, loaded.shape)
+    kernels = dispatch.describe_kernels(loaded.device, fixed_order=config.deterministic)
+    return plan_engine(config, loaded, free_memory(loaded.device), kernels, mode)
 
 
 class _Exhausted:
