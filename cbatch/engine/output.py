@@ -76,4 +76,5 @@ def _metrics(request: Request, now: float, finished_at: float) -> RequestMetrics
         computed_tokens=request.computed_tokens,
         recomputed_tokens=request.recomputed_tokens,
         preemptions=request.preemptions,
+        token_times=token_times,
     )

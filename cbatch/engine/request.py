@@ -48,6 +48,7 @@ class RequestMetrics:
     computed_tokens: int = 0  # tokens whose KV was computed, recomputed ones left out
     recomputed_tokens: int = 0  # computed again after a soft reset
     preemptions: int = 0
+    token_times: array[float] | None = None  # monotonic seconds at which each token came; None for joined samples
 
 
 @dataclass(frozen=True, slots=True)
