@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -13,6 +13,9 @@ from cbatch.jobs.ledger import Ledger
 from cbatch.jobs.results import Session
 from cbatch.jobs.setup import JobSetup
 
+# What decides over a result's bits beside model and row: settings, and versions.
+BITS_SETTINGS = ("dtype", "device", "num_threads", "patched", "attention")
+BITS_VERSIONS = ("torch", "transformers")
 CLOCK = "clock"  # the fact that says when the job began, in the local time of the machine on which it did
 
 
@@ -54,3 +57,25 @@ def open_checkpoint(setup: JobSetup, say: Callable[[str], None]) -> Checkpoint:
     began = recovery.facts.get(CLOCK)
     clock = datetime.now() if began is None else datetime.fromisoformat(began)
     return Checkpoint(journal, ledger, session, recovery.facts, clock)
+
+
+def check_same_bits(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on, where the same bits were asked for, with arithmetic unlike that of the rows that are finished.
+
+    Takes the facts of two sessions. Raises UsageError.
+    """
+    earlier, current = _arithmetic(before), _arithmetic(now)
+    changed = [name for name in earlier if name in current and earlier[name] != current[name]]
+    if changed:
+        name = changed[0]
+        raise UsageError(
+            f"the finished rows were computed with {name} {earlier[name]}, and this run has {current[name]}: "
+            "deterministic cannot hold over both",
+            hint="run with what there was; or --restart computes all rows anew",
+        )
+
+
+def _arithmetic(facts: Mapping[str, Any]) -> dict[str, object]:
+    settings, versions = facts.get("settings", {}), facts.get("versions", {})
+    found = {name: settings[name]["value"] for name in BITS_SETTINGS if name in settings}
+    return found | {name: versions[name] for name in BITS_VERSIONS if name in versions}

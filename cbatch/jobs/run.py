@@ -22,7 +22,7 @@ from cbatch.errors import EXIT_FAILED, EXIT_OK, RowError, UsageError
 from cbatch.io.columns import ROW_WORDS
 from cbatch.jobs import report as reporting
 from cbatch.jobs.assemble import Layout
-from cbatch.jobs.checkpoint import CLOCK, Checkpoint, open_checkpoint
+from cbatch.jobs.checkpoint import CLOCK, Checkpoint, check_same_bits, open_checkpoint
 from cbatch.jobs.counting import RowCount
 from cbatch.jobs.encoding import RowEncoder
 from cbatch.jobs.feeder import Feeder
@@ -247,6 +247,8 @@ class _JobRun:
         settings = engine.plan.settings()
         self._facts = {"load_s": engine.load_s, "settings": settings, "pid": os.getpid(), **reporting.environment()}
         self._facts |= {"generation_config": defaults, CLOCK: self._checkpoint.clock.isoformat()}
+        if self._setup.engine.deterministic and self._num_recovered:
+            check_same_bits(self._checkpoint.facts, self._facts)
         self._writer.note(self._checkpoint.session.number, self._facts)
         if self._verbose:
             for name, setting in settings.items():
