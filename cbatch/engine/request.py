@@ -97,6 +97,7 @@ class Request:
     constraint: Constraint | None = None  # where the output is structured; written by the sampler
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, as far as needed
     host_pages: list[int] = field(default_factory=list)  # where its KV lies while it is moved out
+    num_slots: int = 0  # tokens that its tables have room for
     num_computed_tokens: int = 0  # tokens whose KV is in the cache, or on the host
     num_ever_computed: int = 0  # the most that it was, before a soft reset took it back
     status: RequestStatus = RequestStatus.PENDING

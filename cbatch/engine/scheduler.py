@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from cbatch.engine.cache.manager import Admission, CacheManager
 from cbatch.engine.offload import Moves, OffloadManager
@@ -27,13 +28,13 @@ class StepLimits:
     max_pages_read: int  # KV pages over all requests and layers, those of shared blocks once for each reader
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):  # made for every request of every step, which dataclasses are slow at
     """A request's share of a step: its next `num_tokens` uncomputed tokens."""
 
     request: Request
     num_tokens: int
     num_computed_before: int
+    num_pages_read: int = 0
 
     @property
     def samples(self) -> bool:
@@ -93,8 +94,8 @@ class Scheduler(ABC):
         return plan.num_tokens < self.limits.max_batch_tokens
 
     def num_tokens_within_budget(self, request: Request, plan: StepPlan) -> int:
-        """Count the uncomputed tokens of `request` that fit a `plan` with budget: all, or a chunk."""
-        return min(request.num_uncomputed, self.limits.max_batch_tokens - plan.num_tokens)
+        """Count the uncomputed tokens of `request` that still fit a `plan`: all, a chunk, or none."""
+        return min(len(request.token_ids) - request.num_computed_tokens, self.limits.max_batch_tokens - plan.num_tokens)
 
     @property
     def has_work(self) -> bool:
@@ -124,7 +125,7 @@ class Scheduler(ABC):
         plan = StepPlan()
         starved = self._schedule_requests(self.order_active(), plan)
         # What starves needs the blocks more than what waits.
-        if not starved:
+        if not starved and self.waiting:
             self._admit_waiting(plan)
         while starved:
             # Where a batch stands, only the starved move: those in it keep their cache.
@@ -133,8 +134,9 @@ class Scheduler(ABC):
             starved = self._schedule_requests([r for r in rest if r.status is not RequestStatus.PENDING], plan)
         if not plan.items:
             self._admit_waiting(plan)
-        for request in (item.request for item in plan.items):
-            request.scheduled_at = now if request.scheduled_at is None else request.scheduled_at
+        for item in plan.items:
+            if item.request.scheduled_at is None:
+                item.request.scheduled_at = now
         return plan
 
     def halve(self, plan: StepPlan) -> StepPlan:
@@ -145,8 +147,8 @@ class Scheduler(ABC):
         self.limits = replace(self.limits, max_batch_tokens=max(1, self.limits.max_batch_tokens // 2))
         smaller = StepPlan(moves=plan.moves)
         for request in (item.request for item in plan.items):
-            if num_tokens := self._num_tokens_within_limits(request, smaller):
-                self._put(smaller, request, num_tokens)
+            if share := self._share_within_limits(request, smaller):
+                self._put(smaller, share)
         return smaller
 
     def update(self, plan: StepPlan, sampled: Sequence[int | RowError], now: float) -> list[FinishedRequest]:
@@ -178,11 +180,11 @@ class Scheduler(ABC):
         """Give active requests their tokens; return those that found no block."""
         starved: list[Request] = []
         for request in requests:
-            num_tokens = self._num_tokens_within_limits(request, plan)
-            if num_tokens == 0:
+            share = self._share_within_limits(request, plan)
+            if share is None:
                 continue
-            if self.cache.extend(request, request.num_computed_tokens + num_tokens):
-                self._put(plan, request, num_tokens)
+            if self.cache.extend(request, share.num_computed_before + share.num_tokens):
+                self._put(plan, share)
             else:
                 starved.append(request)
         return starved
@@ -207,27 +209,30 @@ class Scheduler(ABC):
             if request.host_pages:
                 self.offload.move_back(request, plan.moves)
             self._book_admitted(request)
-            num_tokens = self._num_tokens_within_limits(request, plan)
-            if num_tokens > 0:
-                extended = self.cache.extend(request, request.num_computed_tokens + num_tokens)
+            share = self._share_within_limits(request, plan)
+            if share is not None:
+                extended = self.cache.extend(request, share.num_computed_before + share.num_tokens)
                 assert extended, "admitted without room"
-                self._put(plan, request, num_tokens)
+                self._put(plan, share)
             missing = self.cache.num_missing_blocks(request, request.num_tokens)
             reserved = [r + m for r, m in zip(reserved, missing, strict=True)]
         self.waiting.extendleft(reversed(deferred))
 
     def _split_active(self) -> tuple[list[Request], list[Request]]:
         """Tell the active requests that lack one token's KV from those that lack more."""
-        decodes = [request for request in self.active if request.num_uncomputed == 1]
-        prefills = [request for request in self.active if request.num_uncomputed > 1]
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in self.active:
+            (decodes if len(request.token_ids) - request.num_computed_tokens == 1 else prefills).append(request)
         return decodes, prefills
 
     def _blocks_promised(self) -> list[int]:
         """Count per allocator the blocks that active requests still need for the tokens that they have."""
         promised = [0] * len(self.cache.allocators)
         for request in self.active:
-            for i, count in enumerate(self.cache.num_missing_blocks(request, request.num_tokens)):
-                promised[i] += count
+            if len(request.token_ids) > request.num_slots:
+                missing = self.cache.num_missing_blocks(request, request.num_tokens)
+                promised = [p + m for p, m in zip(promised, missing, strict=True)]
         return promised
 
     def _has_budget(self, plan: StepPlan) -> bool:
@@ -237,22 +242,27 @@ class Scheduler(ABC):
             and plan.num_pages_read < self.limits.max_pages_read
         )
 
-    def _num_tokens_within_limits(self, request: Request, plan: StepPlan) -> int:
-        """Count the tokens of `request` that the step can still take: all, a chunk, or none."""
-        if not self._has_budget(plan):
-            return 0
+    def _share_within_limits(self, request: Request, plan: StepPlan) -> ScheduledRequest | None:
+        """Give what of `request` the step can still take: all of its uncomputed tokens, a chunk of them, or nothing."""
+        limits, before = self.limits, request.num_computed_tokens
         num_tokens = self.num_tokens_within_budget(request, plan)
-        if request.scores_prompt:
-            num_tokens = min(num_tokens, self.limits.max_requests_per_batch - plan.num_logits)
-        pages = self.cache.num_pages_read(request, request.num_computed_tokens + num_tokens)
-        return num_tokens if plan.num_pages_read + pages <= self.limits.max_pages_read else 0
+        if num_tokens == 0 or plan.num_logits >= limits.max_requests_per_batch:
+            return None
+        if request.logprobs is not None and request.scores_prompt:
+            num_tokens = min(num_tokens, limits.max_requests_per_batch - plan.num_logits)
+        num_pages = self.cache.num_pages_read(request, before + num_tokens)
+        if plan.num_pages_read + num_pages > limits.max_pages_read:
+            return None
+        return ScheduledRequest(request, num_tokens, before, num_pages)
 
-    def _put(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
-        plan.items.append(ScheduledRequest(request, num_tokens, request.num_computed_tokens))
+    def _put(self, plan: StepPlan, share: ScheduledRequest) -> None:
+        request, num_tokens, _, num_pages = share
+        plan.items.append(share)
         plan.num_tokens += num_tokens
-        plan.num_decode_tokens += num_tokens if request.status is RequestStatus.DECODING else 0
-        plan.num_logits += num_tokens if request.scores_prompt else 1
-        plan.num_pages_read += self.cache.num_pages_read(request, request.num_computed_tokens + num_tokens)
+        if request.status is RequestStatus.DECODING:
+            plan.num_decode_tokens += num_tokens
+        plan.num_logits += num_tokens if request.logprobs is not None and request.scores_prompt else 1
+        plan.num_pages_read += num_pages
 
     def _move_out_newest(self, candidates: set[Request], plan: StepPlan) -> None:
         """Send the one of `candidates` that was admitted last back to the head of the queue."""
@@ -274,13 +284,13 @@ class Scheduler(ABC):
         request.num_ever_computed = max(request.num_ever_computed, request.num_computed_tokens)
 
     def _book_computed(self, item: ScheduledRequest) -> None:
-        request = item.request
-        request.num_computed_tokens = item.num_computed_before + item.num_tokens
-        new = max(0, request.num_computed_tokens - request.num_ever_computed)
+        request, num_tokens, before, _ = item
+        request.num_computed_tokens = before + num_tokens
+        new = max(0, before + num_tokens - request.num_ever_computed)
         request.computed_tokens += new
-        request.recomputed_tokens += item.num_tokens - new
+        request.recomputed_tokens += num_tokens - new
         request.num_ever_computed += new
-        self.cache.commit(request, item.num_computed_before)
+        self.cache.commit(request, before)
 
     def _append_token(self, request: Request, token_id: int, now: float) -> Stop | None:
         if request.max_tokens == 0:  # its prompt was to be scored, and no more

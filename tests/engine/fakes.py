@@ -7,6 +7,7 @@ shared block, a wrong table, a slot never written or freed too early all show at
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -192,6 +193,9 @@ def _blocks_in_use(allocator: CacheAllocator) -> list[int]:
 def check_cache(cache: CacheManager, requests: Sequence[Request]) -> None:
     """Recount the whole cache from the tables of all unfinished `requests`."""
     pool = cache.pool
+    for request in requests:
+        assert not any(cache.num_missing_blocks(request, request.num_slots)), "has less room than it says"
+        assert request.num_slots == sys.maxsize or any(cache.num_missing_blocks(request, request.num_slots + 1))
     chunks = list(pool._free)
     pages: list[int] = []
     for i, allocator in enumerate(cache.allocators):

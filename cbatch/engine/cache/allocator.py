@@ -41,6 +41,9 @@ class CacheAllocator(Protocol):
     def num_missing_blocks(self, table: BlockTable, num_tokens: int) -> int:
         """Count the blocks that `table` lacks to hold `num_tokens` tokens."""
 
+    def num_slots(self, table: BlockTable) -> int:
+        """Count the tokens that `table` can hold as it is."""
+
     def num_missing_chunks(self, num_blocks: int) -> int:
         """Count the chunks that it would have to take from the pool to hand out `num_blocks` blocks."""
 

@@ -52,6 +52,9 @@ class FullAttentionCacheAllocator:
     def num_missing_blocks(self, table: BlockTable, num_tokens: int) -> int:
         return max(0, ceil_div(num_tokens, self.page_size) - len(table))
 
+    def num_slots(self, table: BlockTable) -> int:
+        return len(table) * self.page_size
+
     def num_missing_chunks(self, num_blocks: int) -> int:
         return self._uninitialized.num_missing_chunks(num_blocks, len(self._initialized))
 
@@ -88,7 +91,7 @@ class FullAttentionCacheAllocator:
         table.clear()
 
     def num_blocks_read(self, num_computed: int, num_tokens: int) -> int:
-        return ceil_div(num_tokens, self.page_size)
+        return -(-num_tokens // self.page_size)  # called for every request of every step
 
     def read_window(self, table: BlockTable, num_computed: int, num_tokens: int) -> ReadWindow:
         return ReadWindow(blocks=table[: self.num_blocks_read(num_computed, num_tokens)], start=0)

@@ -46,6 +46,7 @@ class CacheManager:
         self._sharing: FullAttentionCacheAllocator | None = None
         if allow_block_sharing and len(allocators) == 1 and isinstance(allocators[0], FullAttentionCacheAllocator):
             self._sharing = allocators[0]
+        self._page_readers = [(allocator.num_blocks_read, len(allocator.layers)) for allocator in allocators]
         self._in_flight: dict[bytes, Request] = {}  # hash of a block being computed → who computes it
         self.max_tokens_ever = _max_tokens_alone(pool, allocators)  # of the longest request that fits, alone
 
@@ -62,8 +63,10 @@ class CacheManager:
 
     def num_pages_read(self, request: Request, num_tokens: int) -> int:
         """Count the pages, over all layers, that a step reads which brings `request` to `num_tokens` tokens."""
-        num_computed = request.num_computed_tokens
-        return sum(a.num_blocks_read(num_computed, num_tokens) * len(a.layers) for a in self.allocators)
+        num_computed, num_pages = request.num_computed_tokens, 0
+        for num_blocks_read, num_layers in self._page_readers:
+            num_pages += num_blocks_read(num_computed, num_tokens) * num_layers
+        return num_pages
 
     # Life of a request's blocks
 
@@ -88,6 +91,7 @@ class CacheManager:
             return Admission.NO_ROOM
         if self._sharing is not None:
             self._sharing.share(request.tables[0], matched)
+            self._count_slots(request)
             num_matched = len(matched) * self._sharing.page_size
             request.num_computed_tokens = max(request.num_computed_tokens, num_matched)
             for digest in request.block_hashes[request.num_computed_tokens // self._sharing.page_size :]:
@@ -105,13 +109,13 @@ class CacheManager:
 
     def extend(self, request: Request, num_tokens: int) -> bool:
         """Grow all tables of `request` in place to hold `num_tokens` tokens, or none of them."""
-        counts = self.num_missing_blocks(request, num_tokens)
-        if not any(counts):
+        if num_tokens <= request.num_slots:
             return True
-        if not self.has_room(counts):
+        if not self.has_room(self.num_missing_blocks(request, num_tokens)):
             return False
         for allocator, table in zip(self.allocators, request.tables, strict=True):
             allocator.extend(table, num_tokens)
+        self._count_slots(request)
         return True
 
     def commit(self, request: Request, num_before: int) -> None:
@@ -136,6 +140,10 @@ class CacheManager:
                 del self._in_flight[digest]
         for allocator, table in zip(self.allocators, request.tables, strict=True):
             allocator.release(table, keep_content=keep_content)
+        self._count_slots(request)
+
+    def _count_slots(self, request: Request) -> None:
+        request.num_slots = min(a.num_slots(t) for a, t in zip(self.allocators, request.tables, strict=True))
 
     # Where the content lies
 

@@ -6,6 +6,8 @@ window before the step's first token, and the step's own tokens. It is never sha
 
 from __future__ import annotations
 
+import sys
+
 from cbatch.engine.cache.allocator import BlockTable, ReadWindow
 from cbatch.engine.cache.pool import CachePool
 from cbatch.engine.cache.store import BlockStore
@@ -39,6 +41,9 @@ class SlidingAttentionCacheAllocator:
 
     def num_missing_blocks(self, table: BlockTable, num_tokens: int) -> int:
         return max(0, min(ceil_div(num_tokens, self.page_size), self._ring_size) - len(table))
+
+    def num_slots(self, table: BlockTable) -> int:
+        return sys.maxsize if len(table) == self._ring_size else len(table) * self.page_size
 
     def num_missing_chunks(self, num_blocks: int) -> int:
         return self._store.num_missing_chunks(num_blocks)
