@@ -1,14 +1,18 @@
 """What it takes for results not to depend on the batch, to the bit, and whether this machine can do it.
 
 On a CPU a row of a matrix product does not depend on the other rows or on how many they are, so long as every thread
-has a few: below about four, BLAS libraries switch to kernels that add in another order. So every product gets a whole
-number of `row_multiple` rows, padding included; attention adds in a fixed order (cbatch_kernels). Everything else in a
-decoder works row by row. Called by the engine where `deterministic` is asked for.
+has a few: below about four, BLAS libraries switch to kernels that add in another order, unless the weights are packed.
+So every product gets a whole number of `row_multiple` rows, padding included; attention adds in a fixed order
+(cbatch_kernels). Everything else in a decoder works row by row. Called by the engine where `deterministic` is asked for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
+from cbatch_kernels.linear import LinearWeight, linear
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -18,7 +22,9 @@ from cbatch.models.load import LoadedModel
 
 ROWS_PER_THREAD = 8
 HINT = "leave --deterministic out"
-CHECKED = (1, 2, 3, 8)  # numbers of multiples whose products are compared
+CHECKED = (1, 2, 3, 5, 8, 17)  # numbers of multiples whose products are compared
+
+Product = Callable[[Tensor], Tensor]
 
 
 def check_deterministic(shape: ModelShape, device: torch.device) -> None:
@@ -33,28 +39,39 @@ def check_deterministic(shape: ModelShape, device: torch.device) -> None:
 
 
 def row_multiple(loaded: LoadedModel) -> int:
-    """Give the number of rows; UsageError where the model's products depend on their number all the same."""
-    rows = ROWS_PER_THREAD * loaded.num_threads
-    seen = set()
-    for module in loaded.model.modules():
-        if not isinstance(module, nn.Linear | Conv1D) or tuple(module.weight.shape) in seen:
-            continue
-        seen.add(tuple(module.weight.shape))
-        if not _holds(module, rows):
-            raise UsageError(
-                "deterministic cannot be held here: matrix products of this machine depend on the number of rows",
-                hint=HINT,
-            )
-    return rows
+    """Give the number of rows; UsageError where the model's products depend on their number all the same.
+
+    Products over packed weights mostly hold for any number of rows: then it is 1, and nothing is padded.
+    """
+    products = _products(loaded.model)
+    for rows in (1, ROWS_PER_THREAD * loaded.num_threads):
+        if all(_holds(product, width, dtype, rows) for (width, dtype), product in products):
+            return rows
+    raise UsageError(
+        "deterministic cannot be held here: matrix products of this machine depend on the number of rows", hint=HINT
+    )
+
+
+def _products(model: nn.Module) -> list[tuple[tuple[int, torch.dtype], Product]]:
+    """List the model's matrix products, one of each shape, with the width and dtype of what they multiply."""
+    found: dict[tuple[int, ...], tuple[tuple[int, torch.dtype], Product]] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            weight = module.weight
+            assert isinstance(weight, Tensor)
+            width = weight.shape[0] if isinstance(module, Conv1D) else weight.shape[1]
+            found.setdefault((0, *weight.shape), ((width, weight.dtype), module))
+        for layer in vars(module).values():
+            if isinstance(layer, LinearWeight):
+                product = partial(linear, layer=layer)
+                found.setdefault((1, *layer.weight.shape), ((layer.weight.shape[1], layer.weight.dtype), product))
+    return list(found.values())
 
 
 @torch.inference_mode()
-def _holds(module: nn.Module, rows: int) -> bool:
+def _holds(product: Product, width: int, dtype: torch.dtype, rows: int) -> bool:
     """Compare products of different numbers of rows."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    num_inputs = weight.shape[0] if isinstance(module, Conv1D) else weight.shape[1]
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(max(CHECKED) * rows, num_inputs, generator=generator).to(weight.dtype)
-    most = module(inputs)
-    return all(torch.equal(module(inputs[: count * rows]), most[: count * rows]) for count in CHECKED)
+    inputs = torch.randn(max(CHECKED) * rows, width, generator=generator).to(dtype)
+    most = product(inputs)
+    return all(torch.equal(product(inputs[: count * rows]), most[: count * rows]) for count in CHECKED)

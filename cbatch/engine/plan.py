@@ -60,9 +60,10 @@ class EnginePlan:
     dtype: str
     device: str
     num_threads: int
+    patched: bool  # whether fused modules stand in for transformers' own
     max_model_len: int
-    page_size: int
     layer_windows: tuple[int | None, ...]  # tokens that a layer attends to, None for all: the model's, not decided
+    page_size: int
     num_blocks: int  # usable whole-model blocks of page_size tokens
     max_batch_tokens: int
     max_requests_per_batch: int
@@ -115,6 +116,7 @@ def plan_engine(
     decided.note("dtype", loaded.dtype_reason)
     decided.note("device", loaded.device_reason)
     decided.note("num_threads", loaded.num_threads_reason)
+    decided.note("patched", loaded.patched_reason)
     max_model_len = decided.choose("max_model_len", config.max_model_len, shape.context_length, "the model's context")
     page_size = decided.choose("page_size", config.page_size, DEFAULT_PAGE_SIZE, "default")
     percent = decided.choose("max_memory_percent", config.max_memory_percent, defaults.max_memory_percent, by_device)
@@ -133,11 +135,12 @@ def plan_engine(
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(device),
         num_threads=loaded.num_threads,
+        patched=loaded.patched,
         max_model_len=max_model_len,
+        layer_windows=shape.sliding_windows,
         page_size=page_size,
         num_blocks=num_blocks,
         max_batch_tokens=batch.max_batch_tokens,
-        layer_windows=shape.sliding_windows,
         max_requests_per_batch=batch.max_requests,
         max_memory_percent=percent,
         scheduler_type=scheduler_type,

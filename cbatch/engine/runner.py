@@ -13,9 +13,11 @@ from torch import Tensor
 from cbatch.engine.batch import BatchBuilder, StepInputs
 from cbatch.engine.cache.allocator import CacheAllocator
 from cbatch.engine.cache.pool import CachePool
+from cbatch.engine.determinism import ROWS_PER_THREAD
 from cbatch.engine.offload import Moves
 from cbatch.engine.sampling import sample
 from cbatch.engine.scheduler import StepPlan
+from cbatch.engine.speculation import Results, accept
 from cbatch.errors import RowError
 from cbatch.models.attention import FULL_ATTENTION, SLIDING_ATTENTION, PagedStep
 from cbatch.models.load import LoadedModel
@@ -43,7 +45,9 @@ class ModelRunner:
         self.host_key_pages = torch.empty((num_host_pages, *pages[1:]), dtype=loaded.dtype, pin_memory=on_gpu)
         self.host_value_pages = torch.empty_like(self.host_key_pages, pin_memory=on_gpu)
         self._model = loaded.model
-        self._row_multiple = row_multiple
+        # Attention multiplies rows of its own, over no packed weights.
+        least = ROWS_PER_THREAD * loaded.num_threads
+        self._attention_rows = None if row_multiple is None else max(row_multiple, least)
         self._builder = BatchBuilder(allocators, loaded.device, row_multiple)
         lanes = {layer: lane for allocator in allocators for lane, layer in enumerate(allocator.layers)}
         offsets = [lanes[layer] * pool.num_chunks for layer in range(shape.num_layers)]
@@ -56,25 +60,38 @@ class ModelRunner:
         self._num_tokens = loaded.num_choosable
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> list[int | RowError]:
-        """Compute a step; return a token, or a failure, per request that samples, in plan order."""
+    def run(self, plan: StepPlan) -> list[Results]:
+        """Compute a step; return what it gives each request that samples, in plan order."""
         self._move_pages(plan.moves)
         inputs = self._builder.build(plan)
         logits = self._forward(inputs)
-        choices = logits[: len(inputs.result_order), : self._num_tokens]
+        choices = logits[: sum(map(len, inputs.result_rows)), : self._num_tokens]
         tokens = sample(choices, inputs.sampling)
+        of_rows = self._check(choices, tokens, inputs)
+        items = [item for item in plan.items if item.num_results]
+        results = [
+            accept(item.drafts, of_rows[rows.start : rows.stop])
+            for item, rows in zip(items, inputs.result_rows, strict=True)
+        ]
         if inputs.scoring is not None:
-            inputs.scoring.score(logits, tokens, self._num_tokens)
+            counted = {
+                row for rows, taken in zip(inputs.result_rows, results, strict=True) for row in rows[: len(taken)]
+            }
+            inputs.scoring.score(logits, tokens, self._num_tokens, counted)
+        for i, record in enumerate(item.request.logprobs for item in items):
+            if record is not None and not record.is_finite:
+                results[i] = [_not_finite(logits.dtype)]
+        return results
+
+    def _check(self, choices: Tensor, tokens: Tensor, inputs: StepInputs) -> list[int | RowError]:
+        """Put failures in the place of tokens [R] that nothing could choose by their logits [R, tokens]."""
         results: list[int | RowError] = tokens.tolist()
-        finite = torch.isfinite(choices.amax(dim=-1)).tolist()
-        sampling = (item.request for item in plan.items if item.samples)
-        for row, request in zip(inputs.result_order, sampling, strict=True):
-            scores_finite = request.logprobs is None or request.logprobs.is_finite
-            if not (finite[row] and scores_finite):
-                results[row] = _not_finite(logits.dtype)
-            elif request.constraint is not None:
-                results[row] = request.constraint.error or results[row]
-        return [results[row] for row in inputs.result_order]
+        for row, error in inputs.sampling.errors().items():
+            results[row] = error
+        for row, is_finite in enumerate(torch.isfinite(choices.amax(dim=-1)).tolist()):
+            if not is_finite:
+                results[row] = _not_finite(choices.dtype)
+        return results
 
     def _move_pages(self, moves: Moves) -> None:
         """Carry out a step's copies between cache and host, all pages of a direction in one transfer, only once."""
@@ -97,7 +114,7 @@ class ModelRunner:
             value_pages=self._layer_values,
             layer_types=self._layer_types,
             inputs=dict(zip(self._types, inputs.attention, strict=True)),
-            row_multiple=self._row_multiple,
+            row_multiple=self._attention_rows,
         )
         # Where none is wanted one row is computed all the same: an empty index means "all" to no model, but costs
         # less to avoid than to prove.

@@ -68,28 +68,59 @@ def paged_attention_forward(
     layer = module.layer_idx
     assert isinstance(layer, int)
     assert query.shape[0] == 1
-    layer_type = paged.layer_types[layer]
     if attention_mask is not None:
         raise _unsupported(module, "builds its own attention mask")
+    attended = attend_paged(
+        module,
+        layer,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        paged,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return attended[None], None
+
+
+def attend_paged(
+    module: nn.Module,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    paged: PagedStep,
+    *,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Write a step's keys and values to a layer's pages and attend over them: [T, heads, head_dim].
+
+    query [T, heads, head_dim], key and value [T, kv_heads, head_dim], any strides but a dense last dimension.
+    """
+    layer_type = paged.layer_types[layer]
     if getattr(module, "is_causal", True) is False:
         raise _unsupported(module, "attends in both directions")
     if sliding_window is None and layer_type != FULL_ATTENTION:
         raise _unsupported(module, "ignores the sliding window that its config states")
     inputs = paged.inputs[layer_type]
     key_pages, value_pages = paged.key_pages[layer], paged.value_pages[layer]
-    dispatch.cache_write(key[0].transpose(0, 1), value[0].transpose(0, 1), key_pages, value_pages, inputs.slot_mapping)
-    attended = dispatch.paged_attention(
-        query[0].transpose(0, 1),
+    dispatch.cache_write(key, value, key_pages, value_pages, inputs.slot_mapping)
+    return dispatch.paged_attention(
+        query,
         key_pages,
         value_pages,
         inputs.metadata,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scaling=scaling,
         sliding_window=sliding_window,
         softcap=softcap,
-        sinks=s_aux,
+        sinks=sinks,
         row_multiple=paged.row_multiple,
     )
-    return attended[None], None
 
 
 def _unsupported(module: nn.Module, what: str) -> UnsupportedModelError:

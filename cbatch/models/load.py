@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from cbatch.models.generation import end_token_ids, generation_defaults
 from cbatch.models.hub import loading
 from cbatch.models.inspect import ModelShape
 from cbatch.models.machine import Choice, choose_device, choose_dtype, choose_num_threads
+from cbatch.models.patch import PatchDiffersError, patch_model, patch_refusal
 from cbatch.models.rope import fix_rotary_embeddings
 from cbatch.models.source import ModelSource, resolve_source
 from cbatch.models.tokenizer import Tokenizer, load_tokenizer
@@ -42,6 +44,8 @@ class LoadedModel:
     dtype_reason: str
     num_threads: int
     num_threads_reason: str
+    patched: bool  # whether fused modules stand in for transformers' own
+    patched_reason: str
     eos_token_ids: frozenset[int]
     generation_defaults: dict[str, object]  # sampling parameters under our names; empty where the model has none
     generation_not_taken: tuple[str, ...]  # settings of its generation config that have no counterpart here
@@ -64,13 +68,38 @@ def load_model(config: EngineConfig, shape: ModelShape) -> LoadedModel:
     torch.set_num_threads(threads.value)
     tokenizer = load_tokenizer(_tokenizer_source(config, source), shape.vocab_size)
     logger.info("loading %s in %s on %s", source.name, dtype.value, device.value)
-    model = _load_weights(source, dtype.value)
+    max_model_len = config.max_model_len or shape.context_length
+    load = partial(_load_on_device, source, dtype.value, device.value, max_model_len)
+    model = load()
     if source.gguf_file is not None and config.tokenizer is None:
         _check_gguf_tokenizer(model, tokenizer, source)
-    fix_rotary_embeddings(model, config.max_model_len or shape.context_length)
+    patched = _patch(model, shape, dtype.value, device.value)
+    if patched.value is None:
+        del model  # before it is in memory twice
+        model = load()
+    return _describe(model, shape, tokenizer, device, dtype, threads, Choice(bool(patched.value), patched.reason))
+
+
+def _load_on_device(
+    source: ModelSource, dtype: torch.dtype, device: torch.device, max_model_len: int
+) -> PreTrainedModel:
+    model = _load_weights(source, dtype)
+    fix_rotary_embeddings(model, max_model_len)
     with loading("the weights", source):
-        nn.Module.to(model, device.value)
-    return _describe(model, shape, tokenizer, device, dtype, threads)
+        nn.Module.to(model, device)
+    return model
+
+
+def _patch(model: PreTrainedModel, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Choice[bool | None]:
+    """Patch the model in place where that is possible; None where it went wrong and the model is of no more use."""
+    if (refusal := patch_refusal(shape.model_type, dtype, device)) is not None:
+        return Choice(False, refusal)
+    try:
+        patch_model(model, shape, device)
+    except PatchDiffersError as error:
+        logger.warning("%s; it runs unpatched", error)
+        return Choice(None, str(error))
+    return Choice(True, f"the patched {shape.model_type} gave the logits of the model as it was loaded")
 
 
 def _describe(
@@ -80,6 +109,7 @@ def _describe(
     device: Choice[torch.device],
     dtype: Choice[torch.dtype],
     threads: Choice[int],
+    patched: Choice[bool],
 ) -> LoadedModel:
     defaults = generation_defaults(model.generation_config)
     if defaults.not_taken:
@@ -95,6 +125,8 @@ def _describe(
         dtype_reason=dtype.reason,
         num_threads=threads.value,
         num_threads_reason=threads.reason,
+        patched=patched.value,
+        patched_reason=patched.reason,
         eos_token_ids=end_token_ids(model.generation_config, model.config, text_config, tokenizer),
         generation_defaults=defaults.sampling,
         generation_not_taken=defaults.not_taken,

@@ -13,6 +13,8 @@ from cbatch_kernels.compile import load_kernels
 from cbatch_kernels.fixed_order_attention import fixed_order_attention
 from cbatch_kernels.metadata import PagedMetadata
 from cbatch_kernels.paged_attention import paged_attention_ref
+from cbatch_kernels.rms_norm import rms_norm_ref
+from cbatch_kernels.rope import rope_ref
 
 
 def describe_kernels(device: torch.device, *, fixed_order: bool = False) -> str:
@@ -68,3 +70,13 @@ def cache_write(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tens
         cache_write_compiled(library, key, value, key_pages, value_pages, slot_mapping)
     else:
         cache_write_ref(key, value, key_pages, value_pages, slot_mapping)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise rows; as `rms_norm_ref`."""
+    return rms_norm_ref(x, weight, eps)
+
+
+def rope(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate heads in place; as `rope_ref`."""
+    rope_ref(heads, cos, sin)

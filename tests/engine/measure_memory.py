@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import transformers  # noqa: F401  # counts as an import, not as the engine's memory
+from cbatch_kernels.linear import LinearWeight
 from transformers import LlamaForCausalLM  # noqa: F401
 
 from cbatch.config import EngineConfig, SamplingParams
@@ -39,6 +40,13 @@ def status(name: str) -> int:
 def peak_anonymous() -> int:
     """The most anonymous memory since the last reset; what is mapped from files does not shrink."""
     return status("VmHWM") - status("RssFile") - status("RssShmem")
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Count the bytes of a model's weights, those included that fused modules have packed."""
+    packed = (layer for m in model.modules() for layer in vars(m).values() if isinstance(layer, LinearWeight))
+    packed_bytes = sum(layer.weight.shape.numel() * layer.weight.itemsize for layer in packed)
+    return packed_bytes + sum(p.nbytes for p in model.parameters())
 
 
 def main(folder: str, free_bytes: int, settings: dict[str, object]) -> dict[str, int]:
@@ -67,7 +75,7 @@ def main(folder: str, free_bytes: int, settings: dict[str, object]) -> dict[str,
     return {
         "measured": peak_anonymous() - after_imports,
         "loaded": loaded - after_imports,
-        "weights": sum(p.nbytes for p in runner._model.parameters()),
+        "weights": weight_bytes(runner._model),
         "cache": cache_bytes,
         "host": sum(pages.nbytes for pages in stores[2:]),
         "step": footprint.total,

@@ -88,7 +88,7 @@ def test_what_cannot_hold_it_is_refused_before_weights_load(tmp_path: Path, monk
 def test_a_machine_whose_products_depend_on_the_batch_is_found_out(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(determinism, "_holds", lambda module, rows: False)
+    monkeypatch.setattr(determinism, "_holds", lambda *_: False)
     with pytest.raises(UsageError, match="depend on the number of rows"):
         run(loaded, [])
 

@@ -93,7 +93,10 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> Non
     writer.add_add_bos_token(True)
 
 
-def test_a_gguf_model_computes_what_its_original_does(gguf_file: Path, tiny_llama: Path) -> None:
+def test_a_gguf_model_computes_what_its_original_does(
+    gguf_file: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cbatch.models.load.patch_refusal", lambda *_: "the original is run without a cache")
     config = EngineConfig(model=str(gguf_file), dtype="float32", device="cpu")
     loaded = load_model(config, inspect_model(config))
     original = AutoModelForCausalLM.from_pretrained(tiny_llama)

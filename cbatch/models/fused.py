@@ -1,0 +1,169 @@
+"""Fused stand-ins for a decoder's modules: fewer and larger operations that compute the same.
+
+Built by cbatch/models/patch.py, which knows the families that they fit. Each takes the module that it stands for and
+keeps its call, so that the rest of transformers' model runs as it is. Leaves out everything that is not a decoder
+layer's: embeddings, rotary angles, the loop over layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from cbatch_kernels import dispatch
+from cbatch_kernels.linear import Activation, LinearWeight, linear, linear_combine
+from torch import Tensor, nn
+
+from cbatch.models.attention import PagedStep, attend_paged
+
+Pack = Callable[[Tensor, Tensor | None], LinearWeight]
+Taken = Any  # a module of transformers, whose attributes are known to the table alone
+
+
+class FusedLinear(nn.Module):
+    """A linear layer with a packed weight."""
+
+    def __init__(self, module: nn.Linear, pack: Pack) -> None:
+        super().__init__()
+        self.layer = pack(module.weight, module.bias)
+        self.in_features = module.in_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.layer)
+
+
+class FusedRMSNorm(nn.Module):
+    """A root-mean-square norm in one pass; `offset` is what the family adds to its stored weight."""
+
+    def __init__(self, module: Taken, offset: float) -> None:
+        super().__init__()
+        self.weight = module.weight if offset == 0 else nn.Parameter(module.weight.float() + offset, False)
+        self.eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dispatch.rms_norm(x, self.weight, self.eps)
+
+
+class FusedMLP(nn.Module):
+    """A gated MLP: activation, gate and residual are part of the products."""
+
+    def __init__(self, module: Taken, pack: Pack, activation: Activation) -> None:
+        super().__init__()
+        gate, up = _gate_and_up(module)
+        self.gate, self.up = pack(*gate), pack(*up)
+        self.down = pack(module.down_proj.weight, module.down_proj.bias)
+        self.activation: Activation = activation
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        gated = linear_combine(x, self.up, linear(x, self.gate, self.activation), "mul")
+        return linear(gated, self.down) if residual is None else linear_combine(gated, self.down, residual, "add")
+
+
+class FusedAttention(nn.Module):
+    """Queries, keys and values in one product, rotated in place, written to the cache and attended over."""
+
+    def __init__(self, module: Taken, pack: Pack) -> None:
+        super().__init__()
+        self.layer_idx: int = module.layer_idx
+        self.head_dim: int = module.head_dim
+        self.num_heads = module.o_proj.in_features // self.head_dim
+        self.qkv = pack(*_queries_keys_values(module))
+        self.num_kv_heads = (self.qkv_features(module) // self.head_dim - self.num_heads) // 2
+        self.output = pack(module.o_proj.weight, module.o_proj.bias)
+        self.scaling: float = module.scaling
+        self.is_causal: bool = module.is_causal
+        # As the families pass them: some keep the layer's window on the module, some the model's in the config.
+        own = getattr(module.config, "sliding_window", None)
+        self.sliding_window: int | None = getattr(module, "sliding_window", own)
+        self.softcap: float | None = getattr(module, "attn_logit_softcapping", None)
+        self.rotates = bool(getattr(module, "use_rope", True))
+        self.query_norm: nn.Module | None = getattr(module, "q_norm", None)
+        self.key_norm: nn.Module | None = getattr(module, "k_norm", None)
+
+    @staticmethod
+    def qkv_features(module: Taken) -> int:
+        """Count the outputs of the merged product."""
+        parts = [module.qkv_proj] if hasattr(module, "qkv_proj") else [module.q_proj, module.k_proj, module.v_proj]
+        return sum(int(part.out_features) for part in parts)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        paged: PagedStep,
+        residual: Tensor | None = None,
+        **_: object,
+    ) -> tuple[Tensor, None]:
+        heads = linear(hidden_states, self.qkv).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        end_of_keys = self.num_heads + self.num_kv_heads
+        query, key, value = heads[:, : self.num_heads], heads[:, self.num_heads : end_of_keys], heads[:, end_of_keys:]
+        if self.query_norm is not None and self.key_norm is not None:
+            _normalise(query, self.query_norm)
+            _normalise(key, self.key_norm)
+        if self.rotates:
+            assert position_embeddings is not None
+            cos, sin = position_embeddings
+            dispatch.rope(heads[:, :end_of_keys], cos[0], sin[0])
+        attended = attend_paged(
+            self,
+            self.layer_idx,
+            query,
+            key,
+            value,
+            paged,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            softcap=self.softcap,
+        ).view(*hidden_states.shape[:-1], -1)
+        if residual is None:
+            return linear(attended, self.output), None
+        return linear_combine(attended, self.output, residual, "add"), None
+
+
+class FusedLayer(nn.Module):
+    """A decoder layer with norms before attention and MLP: both add the residual in their last product."""
+
+    def __init__(self, module: Taken) -> None:
+        super().__init__()
+        self.input_layernorm = module.input_layernorm
+        self.post_attention_layernorm = module.post_attention_layernorm
+        self.self_attn = module.self_attn
+        self.mlp = module.mlp
+        if hasattr(module, "attention_type"):  # read by the loop over layers
+            self.attention_type = module.attention_type
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        normed = self.input_layernorm(hidden_states)
+        hidden_states, _ = self.self_attn(normed, residual=hidden_states, **kwargs)
+        output: Tensor = self.mlp(self.post_attention_layernorm(hidden_states), residual=hidden_states)
+        return output
+
+
+def _normalise(heads: Tensor, norm: nn.Module) -> None:
+    """Norm each head, or all of a token's at once where the weight is that long, in place."""
+    assert isinstance(norm.weight, Tensor)
+    if norm.weight.numel() == heads.shape[-1]:
+        heads.copy_(norm(heads))
+    else:
+        heads.copy_(norm(heads.flatten(1)).view_as(heads))
+
+
+def _gate_and_up(module: Taken) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+    if not hasattr(module, "gate_up_proj"):
+        return (module.gate_proj.weight, module.gate_proj.bias), (module.up_proj.weight, module.up_proj.bias)
+    gate, up = module.gate_up_proj.weight.chunk(2)
+    assert module.gate_up_proj.bias is None
+    return (gate.contiguous(), None), (up.contiguous(), None)
+
+
+def _queries_keys_values(module: Taken) -> tuple[Tensor, Tensor | None]:
+    """Merge the three projections' weights and biases; some families have them merged."""
+    if hasattr(module, "qkv_proj"):
+        return module.qkv_proj.weight, module.qkv_proj.bias
+    parts = (module.q_proj, module.k_proj, module.v_proj)
+    biases = [part.bias for part in parts]
+    assert all(bias is None for bias in biases) or all(bias is not None for bias in biases)
+    return torch.cat([part.weight for part in parts]), None if biases[0] is None else torch.cat(biases)

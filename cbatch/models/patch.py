@@ -1,0 +1,147 @@
+"""Swaps a loaded model's modules for fused ones, family by family, by an explicit table.
+
+Called by load. A family that is not in the table runs as transformers has it. After the swap the model must give the
+logits that it gave before, on a random batch, or the patch is refused. Leaves out what the fused modules compute.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from cbatch_kernels.linear import Activation, pack_linear, refuses_packing
+from cbatch_kernels.metadata import PagedMetadata
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from cbatch.errors import EngineError
+from cbatch.models.attention import FULL_ATTENTION, SLIDING_ATTENTION, AttentionInputs, PagedStep
+from cbatch.models.fused import FusedAttention, FusedLayer, FusedLinear, FusedMLP, FusedRMSNorm, Pack
+from cbatch.models.inspect import ModelShape
+
+logger = logging.getLogger(__name__)
+
+CHECKED_TOKENS = 24  # of the self-check's batch: one page and a half
+CHECKED_PAGE_SIZE = 16
+# Share of the logits' spread by which they may differ: rounding, of sums in another order.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+
+
+@dataclass(frozen=True, slots=True)
+class Swaps:
+    """Which classes of a family are swapped; every other linear layer of it is packed where it stands."""
+
+    norms: Mapping[str, float] = field(default_factory=dict)  # class → what it adds to its stored weight
+    attention: str | None = None
+    mlp: str | None = None
+    layer: str | None = None  # norms before attention and MLP, plain residuals
+
+
+def _pre_norm(prefix: str) -> Swaps:
+    """Swap a family that is built as Llama is."""
+    return Swaps({f"{prefix}RMSNorm": 0.0}, f"{prefix}Attention", f"{prefix}MLP", f"{prefix}DecoderLayer")
+
+
+FAMILIES: dict[str, Swaps] = {
+    "llama": _pre_norm("Llama"),
+    "mistral": _pre_norm("Mistral"),
+    "qwen2": _pre_norm("Qwen2"),
+    "qwen3": _pre_norm("Qwen3"),
+    "smollm3": _pre_norm("SmolLM3"),
+    "phi3": _pre_norm("Phi3"),
+    "granite": Swaps({"GraniteRMSNorm": 0.0}, "GraniteAttention", "GraniteMLP"),
+    "olmo2": Swaps({"Olmo2RMSNorm": 0.0}, "Olmo2Attention", "Olmo2MLP"),
+    "olmo3": Swaps({"Olmo3RMSNorm": 0.0}, "Olmo3Attention", "Olmo3MLP"),
+    "gemma2": Swaps({"Gemma2RMSNorm": 1.0}, "Gemma2Attention", "Gemma2MLP"),
+    "gemma3_text": Swaps({"Gemma3RMSNorm": 1.0}, "Gemma3Attention", "Gemma3MLP"),
+    "mixtral": Swaps({"MixtralRMSNorm": 0.0}, "MixtralAttention"),
+    "qwen3_moe": Swaps({"Qwen3MoeRMSNorm": 0.0}, "Qwen3MoeAttention"),
+    "gpt_oss": Swaps({"GptOssRMSNorm": 0.0}),
+    "cohere2": Swaps(mlp="Cohere2MLP"),
+    "gpt_neox": Swaps(),
+    "opt": Swaps(),
+}
+
+
+class PatchDiffersError(EngineError):
+    """The patched model computes something else than the model that was loaded."""
+
+
+def patch_refusal(model_type: str, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Say why a model cannot be patched; None where it can."""
+    if model_type not in FAMILIES:
+        return f"{model_type} is not in the table of patches"
+    return refuses_packing(dtype, device)
+
+
+@torch.inference_mode()
+def patch_model(model: PreTrainedModel, shape: ModelShape, device: torch.device) -> None:
+    """Swap the modules of a model in memory, in place, and check that it computes what it did.
+
+    Raises PatchDiffersError: the model is of no use then and must be loaded again.
+    """
+    before = _logits(model, shape, device)
+    swaps = FAMILIES[shape.model_type]
+    _swap(model, swaps, pack_linear, _activation(model))
+    after = _logits(model, shape, device)
+    spread = (before.max() - before.min()).item()
+    difference = (after - before).abs().max().item()
+    if not difference <= TOLERANCE[model.dtype] * spread:
+        raise PatchDiffersError(f"the patched model's logits differ by {difference:.3g} of {spread:.3g}")
+    logger.debug("patched logits differ by %.3g of %.3g", difference, spread)
+
+
+def _swap(model: nn.Module, swaps: Swaps, pack: Pack, activation: Activation | None) -> None:
+    """Swap inside out, so that each fused module takes over what is swapped within it."""
+    for name, offset in swaps.norms.items():
+        _replace(model, name, partial(FusedRMSNorm, offset=offset))
+    if swaps.mlp is not None and activation is not None:
+        _replace(model, swaps.mlp, partial(FusedMLP, pack=pack, activation=activation))
+    if swaps.attention is not None:
+        _replace(model, swaps.attention, partial(FusedAttention, pack=pack))
+    if swaps.layer is not None and activation is not None:
+        _replace(model, swaps.layer, FusedLayer)
+    _replace(model, "Linear", partial(FusedLinear, pack=pack))
+
+
+def _replace(model: nn.Module, class_name: str, fuse: Callable[[Any], nn.Module]) -> None:
+    """Put `fuse(module)` in the place of every module of a class; each original is let go at once."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ == class_name:
+                setattr(parent, name, fuse(child))
+
+
+def _activation(model: PreTrainedModel) -> Activation | None:
+    """Give what the model's MLPs put between their products, if it can be fused with them."""
+    text = model.config.get_text_config(decoder=True)
+    name = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", None)
+    return name if name in get_args(Activation) else None
+
+
+def _logits(model: PreTrainedModel, shape: ModelShape, device: torch.device) -> Tensor:
+    """Run a prompt of random tokens over a cache of its own: [CHECKED_TOKENS, vocab], float32."""
+    num_pages = -(-CHECKED_TOKENS // CHECKED_PAGE_SIZE)
+    pages = (shape.num_layers, num_pages, shape.num_kv_heads, CHECKED_PAGE_SIZE, shape.head_dim)
+    keys = torch.zeros(pages, dtype=model.dtype, device=device)
+    values = torch.zeros_like(keys)
+    length = np.array([CHECKED_TOKENS], dtype=np.int32)
+    table = torch.arange(num_pages, dtype=torch.int32, device=device)[None]
+    metadata = PagedMetadata.build(length, length, table)
+    inputs = AttentionInputs(torch.arange(CHECKED_TOKENS, device=device), metadata)
+    types = [FULL_ATTENTION if w is None else f"{SLIDING_ATTENTION}, {w} tokens" for w in shape.sliding_windows]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(shape.vocab_size, (1, CHECKED_TOKENS), generator=generator).to(device)
+    output = model(
+        input_ids=tokens,
+        position_ids=torch.arange(CHECKED_TOKENS, device=device)[None],
+        use_cache=False,
+        paged=PagedStep(list(keys), list(values), types, dict.fromkeys(types, inputs)),
+    )
+    logits: Tensor = output.logits[0].float()
+    return logits
