@@ -3,7 +3,7 @@
 On a CPU a row of a matrix product does not depend on the other rows or on how many they are, so long as every thread
 has a few: below about four, BLAS libraries switch to kernels that add in another order, unless the weights are packed.
 So every product gets a whole number of `row_multiple` rows, padding included; attention adds in a fixed order
-(cbatch_kernels). Everything else in a decoder works row by row. Called by the engine where `deterministic` is asked for.
+(cbatch_kernels). Everything else in a decoder works row by row. Called by the engine where it is asked for.
 """
 
 from __future__ import annotations
