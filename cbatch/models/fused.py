@@ -38,11 +38,12 @@ class FusedRMSNorm(nn.Module):
 
     def __init__(self, module: Taken, offset: float) -> None:
         super().__init__()
-        self.weight = module.weight if offset == 0 else nn.Parameter(module.weight.float() + offset, False)
+        self.weight = nn.Parameter(module.weight.float() + offset, requires_grad=False)
         self.eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return dispatch.rms_norm(x, self.weight, self.eps)
+        rows = x.flatten(0, -2) if x.ndim > 3 or x.shape[0] == 1 else x
+        return dispatch.rms_norm(rows, self.weight, self.eps).view(x.shape)
 
 
 class FusedMLP(nn.Module):

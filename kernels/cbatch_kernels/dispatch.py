@@ -13,8 +13,8 @@ from cbatch_kernels.compile import load_kernels
 from cbatch_kernels.fixed_order_attention import fixed_order_attention
 from cbatch_kernels.metadata import PagedMetadata
 from cbatch_kernels.paged_attention import paged_attention_ref
-from cbatch_kernels.rms_norm import rms_norm_ref
-from cbatch_kernels.rope import rope_ref
+from cbatch_kernels.rms_norm import rms_norm_compiled, rms_norm_ref, takes_compiled_rms_norm
+from cbatch_kernels.rope import rope_compiled, rope_ref, takes_compiled_rope
 
 
 def describe_kernels(device: torch.device, *, fixed_order: bool = False) -> str:
@@ -74,9 +74,14 @@ def cache_write(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tens
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise rows; as `rms_norm_ref`."""
+    if takes_compiled_rms_norm(x) and (library := load_kernels().library) is not None:
+        return rms_norm_compiled(library, x, weight, eps)
     return rms_norm_ref(x, weight, eps)
 
 
 def rope(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate heads in place; as `rope_ref`."""
-    rope_ref(heads, cos, sin)
+    if takes_compiled_rope(heads, cos, sin) and (library := load_kernels().library) is not None:
+        rope_compiled(library, heads, cos, sin)
+    else:
+        rope_ref(heads, cos, sin)

@@ -1,20 +1,69 @@
 """RMS norm: scales every row to unit root mean square, times a weight.
 
-    x        [..., hidden], the last dimension dense
-    weight   [hidden] float32 or x's dtype
+    x        [T, hidden], or [T, R, hidden] for R rows a token; the last dimension dense
+    weight   float32 [hidden]
 
-Computed in float32. Called by the fused modules of cbatch/models/fused.py, through `dispatch`.
+Computed in float32, rounded once. Called by the fused modules of cbatch/models/fused.py, through `dispatch`.
 Source: Zhang and Sennrich, arXiv:1910.07467.
 """
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
+
+from cbatch_kernels.elements import ELEMENTS
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise rows: a new dense tensor of x's shape and dtype."""
     wide = x.float()
     scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (scaled * weight.float()).to(x.dtype)
+    return (scaled * weight).to(x.dtype)
+
+
+class _Arguments(ctypes.Structure):  # as in csrc/rms_norm.cpp; strides count elements
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("result", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int64),
+        ("rows_per_token", ctypes.c_int64),
+        ("token_stride", ctypes.c_int64),
+        ("row_stride", ctypes.c_int64),
+        ("hidden", ctypes.c_int64),
+        ("element", ctypes.c_int64),
+        ("num_threads", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+    )
+
+
+def takes_compiled_rms_norm(x: Tensor) -> bool:
+    """Tell whether the kernel takes a tensor: rows in one piece on the CPU."""
+    return x.device.type == "cpu" and x.dtype in ELEMENTS and x.stride(-1) == 1 and x.ndim in (2, 3)
+
+
+def rms_norm_compiled(library: ctypes.CDLL, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise rows; as the reference. What a row gets does not depend on the others, to the bit."""
+    assert weight.dtype == torch.float32
+    assert weight.is_contiguous()
+    assert weight.shape == x.shape[-1:]
+    result = torch.empty(x.shape, dtype=x.dtype)
+    rows_per_token = x.shape[1] if x.ndim == 3 else 1
+    arguments = _Arguments(
+        x.data_ptr(),
+        result.data_ptr(),
+        weight.data_ptr(),
+        x.shape[0] * rows_per_token,
+        rows_per_token,
+        x.stride(0),
+        x.stride(1) if x.ndim == 3 else 0,
+        x.shape[-1],
+        ELEMENTS[x.dtype],
+        torch.get_num_threads(),
+        eps,
+    )
+    library.cbatch_rms_norm(ctypes.byref(arguments))
+    return result
