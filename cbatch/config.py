@@ -97,3 +97,23 @@ class JobConfig:
     interrupted_exit_code: int = 75  # of a run that a signal stopped in order
     goodput_ttft: float | None = None  # seconds to the first token that a good row keeps
     goodput_itl: float | None = None  # mean seconds between tokens that a good row keeps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneConfig:
+    """A search for the engine's settings as asked for."""
+
+    output: str = "tuned.toml"
+    trials: int | None = None  # distinct configurations at most, the default one among them
+    budget: str | None = None  # a duration: "90s", "10m", "1h30m"
+    search: tuple[str, ...] = ()  # beside those that always are searched; a given one begins at its value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchConfig:
+    """A comparison as asked for: who runs, how often, and where the figures go."""
+
+    modes: str = "naive,static,continuous,continuous+chunked"
+    against: str | None = None  # peers, each with the path of its interpreter where that is not this one
+    repeats: int = 3
+    output: str | None = None  # a JSON file
