@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
@@ -18,3 +20,21 @@ def format_bytes(num_bytes: float) -> str:
 def ceil_div(numerator: int, denominator: int) -> int:
     """Divide and round up."""
     return -(-numerator // denominator)
+
+
+def parse_duration(text: str) -> float:
+    """Read a duration in seconds: '90s', '10m', '1h30m'. Raises ValueError; a number without a unit says too little."""
+    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
+    hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0)
+    total = 3600.0 * hours + 60 * minutes + seconds
+    if total == 0:
+        raise ValueError(text)
+    return total
+
+
+def format_duration(seconds: float) -> str:
+    """Spell a duration in whole seconds as `parse_duration` reads it: 5400 → '1h30m'."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    words = [f"{count}{unit}" for count, unit in ((hours, "h"), (minutes, "m"), (rest, "s")) if count]
+    return "".join(words) or "0s"
