@@ -117,3 +117,26 @@ class BenchConfig:
     against: str | None = None  # peers, each with the path of its interpreter where that is not this one
     repeats: int = 3
     output: str | None = None  # a JSON file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateConfig:
+    """A simulation as asked for: what steps cost, what comes in, and what is compared."""
+
+    preset: str | None = None
+    fit: str | None = None  # the output of a traced run
+    calibration: str | None = None  # a file that keeps a fit
+    save_calibration: str | None = None
+    lengths: str | None = None  # a file whose rows say how long they are
+    rows: int | None = None  # drawn
+    prompt_tokens: str | None = None  # a distribution: "64-512"
+    output_tokens: str | None = None
+    shared_prefix: int = 0  # tokens that all prompts begin with
+    arrivals: float | None = None  # requests a second; None: all at once
+    seed: int = 0
+    modes: str = "naive,static,continuous,continuous+chunked"
+    reserve: int | None = None  # tokens that each request of an engine without pages takes at once
+    goodput_ttft: float | None = None  # seconds
+    goodput_itl: float | None = None
+    gpus: int | None = None  # shards to plan the job over
+    output: str | None = None  # a JSON file

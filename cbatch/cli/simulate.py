@@ -1,0 +1,55 @@
+"""`cbatch simulate`: check what was asked, simulate, show the figures. Called by `app`.
+
+The table goes to standard output, where the figures come from and what is being done to standard error.
+"""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+from cbatch.cli import simulate_options
+from cbatch.cli.console import say
+from cbatch.cli.run_options import Given, read_given
+from cbatch.cli.setting import ConsoleConfig
+from cbatch.config import EngineConfig, SimulateConfig
+from cbatch.errors import EXIT_OK
+
+
+def simulate_command(config: str | None, given: dict[str, Any]) -> int:
+    """Run one comparison and return the exit code."""
+    found = read_given([], config, given, simulate_options.SETTINGS)
+    console = ConsoleConfig(**found.of(ConsoleConfig))
+    try:
+        return _simulate(found, console)
+    except Exception:
+        if console.debug:
+            traceback.print_exc()
+        raise
+
+
+def _simulate(found: Given, console: ConsoleConfig) -> int:
+    from cbatch.cli.simulate_tables import show_comparison, show_shards
+    from cbatch.simulate.comparison import prepare_comparison
+    from cbatch.simulate.results import write_results
+
+    config = SimulateConfig(**found.of(SimulateConfig))
+    comparison = prepare_comparison(config, found.of(EngineConfig))
+    if config.save_calibration is not None:
+        comparison.calibration.save(Path(config.save_calibration))
+    if not console.quiet:
+        say(f"{len(comparison.workload)} requests; costs are of {comparison.calibration.source}")
+        say(comparison.calibration.cost.describe())
+    results = []
+    for case in comparison.cases:
+        if not console.quiet:
+            say(f"simulating {case.name}")
+        results.append((case, comparison.run(case)))
+    plan = comparison.plan_shards(config.gpus) if config.gpus is not None else None
+    if config.output is not None:
+        write_results(Path(config.output), comparison, results, plan)
+    show_comparison(comparison, results)
+    if plan is not None:
+        show_shards(plan)
+    return EXIT_OK

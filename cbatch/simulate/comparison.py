@@ -1,0 +1,158 @@
+"""One simulation as a whole: what steps cost, the engine, the workload, and what is compared. Called by `simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cbatch.config import SimulateConfig
+from cbatch.engine.modes import MODES, STATIC
+from cbatch.errors import UsageError
+from cbatch.jobs.paths import report_path
+from cbatch.jobs.report import read_report
+from cbatch.simulate.calibration import Calibration, fit_calibration, load_calibration, preset_calibration
+from cbatch.simulate.figures import Figures
+from cbatch.simulate.lengths import read_lengths, traced_lengths
+from cbatch.simulate.presets import PRESETS, Preset
+from cbatch.simulate.settings import SimulatedEngine
+from cbatch.simulate.shards import ShardedPlan, plan_shards
+from cbatch.simulate.simulator import Simulator
+from cbatch.simulate.tracefile import TracedSession, find_trace, read_trace
+from cbatch.simulate.workload import Lengths, SyntheticWorkload, Workload, arriving
+
+DEFAULT_PRESET = "h100-70b-fp8"
+DEFAULT_ROWS, DEFAULT_PROMPTS, DEFAULT_OUTPUTS = 1_000, "64-512", "16-256"
+UNPAGED = "static, no pages"
+DRAWN = ("rows", "prompt_tokens", "output_tokens", "shared_prefix")  # settings of a workload that is drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to run the workload."""
+
+    name: str
+    mode: str
+    engine: SimulatedEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A simulation that can begin."""
+
+    config: SimulateConfig
+    calibration: Calibration
+    engine: SimulatedEngine
+    workload: Workload
+    cases: tuple[Case, ...]
+    measured_s: float | None  # how long the run really took, where that run is what is simulated
+    load_s: float  # of the model, as far as it is known
+
+    def run(self, case: Case) -> Figures:
+        """Simulate one case."""
+        simulator = Simulator(case.engine, self.calibration.cost, mode=case.mode)
+        config = self.config
+        return simulator.run(self.workload, goodput_ttft=config.goodput_ttft, goodput_itl=config.goodput_itl)
+
+    def plan_shards(self, num_gpus: int) -> ShardedPlan:
+        """Simulate the job over several GPUs, in the engine's own mode."""
+        return plan_shards(self.engine, self.calibration.cost, self.workload, num_gpus, self.load_s)
+
+
+def prepare_comparison(config: SimulateConfig, engine_settings: Mapping[str, Any]) -> Comparison:
+    """Read and check everything. Raises UsageError, InputError."""
+    modes = _modes(config.modes)
+    given = [name for name in ("preset", "fit", "calibration") if getattr(config, name) is not None]
+    if len(given) > 1:
+        words = " and ".join(f"--{name}" for name in given)
+        raise UsageError(f"{words} both say what steps cost", hint="give one of them")
+    sessions = read_trace(find_trace(Path(config.fit))) if config.fit is not None else []
+    calibration = _calibration(config, sessions)
+    engine = calibration.engine.changed(engine_settings)
+    workload = _workload(config, engine, sessions)
+    if not workload.shares:
+        engine = replace(engine, allow_block_sharing=False)  # there is nothing to find, and hashes take time
+    preset = _preset(config)
+    reserved = config.reserve or (preset.reserved_tokens if preset is not None else None)
+    cases = [Case(UNPAGED, STATIC, unpaged(engine, reserved))] if reserved is not None else []
+    cases += [Case(mode, mode, engine) for mode in modes]
+    is_that_run = bool(sessions) and not engine_settings and not _is_drawn(config) and config.arrivals is None
+    report = read_report(report_path(Path(config.fit))) if config.fit is not None else {}
+    return Comparison(
+        config,
+        calibration,
+        engine,
+        workload,
+        tuple(cases),
+        sum(session.duration_s for session in sessions) if is_that_run and config.lengths is None else None,
+        float(report.get("load_s") or 0.0),
+    )
+
+
+def unpaged(engine: SimulatedEngine, reserved_tokens: int) -> SimulatedEngine:
+    """Give the engine with a cache of as many bytes, in pieces each of which is all that a request ever takes."""
+    num_tokens = engine.num_blocks * engine.page_size
+    if reserved_tokens > num_tokens:
+        raise UsageError(
+            f"a cache of {num_tokens} tokens holds no request that reserves {reserved_tokens}", hint="lower --reserve"
+        )
+    return replace(
+        engine,
+        page_size=reserved_tokens,
+        num_blocks=num_tokens // reserved_tokens,
+        allow_block_sharing=False,
+        safety_margin=0.0,
+    )
+
+
+def _modes(text: str) -> Sequence[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = next((name for name in names if name not in MODES), None)
+    if unknown is not None or not names:
+        raise UsageError(f"unknown mode '{unknown or text}' in --modes", hint=f"there are {', '.join(MODES)}")
+    return list(dict.fromkeys(names))
+
+
+def _preset(config: SimulateConfig) -> Preset | None:
+    if config.fit is not None or config.calibration is not None:
+        return None
+    return PRESETS.get(config.preset or DEFAULT_PRESET)
+
+
+def _calibration(config: SimulateConfig, sessions: Sequence[TracedSession]) -> Calibration:
+    if config.fit is not None:
+        return fit_calibration(sessions, config.fit)
+    if config.calibration is not None:
+        return load_calibration(Path(config.calibration))
+    return preset_calibration(config.preset or DEFAULT_PRESET)
+
+
+def _is_drawn(config: SimulateConfig) -> bool:
+    return any(getattr(config, name) for name in DRAWN)
+
+
+def _workload(config: SimulateConfig, engine: SimulatedEngine, sessions: Sequence[TracedSession]) -> Workload:
+    if config.lengths is None and (not sessions or _is_drawn(config)):
+        return _drawn(config, engine)
+    if config.lengths is not None and _is_drawn(config):
+        name = next(name for name in DRAWN if getattr(config, name))
+        raise UsageError(
+            f"--{name.replace('_', '-')} draws requests, and --lengths gives them", hint="give one of them"
+        )
+    given = read_lengths(config.lengths) if config.lengths is not None else traced_lengths(sessions)
+    return given if config.arrivals is None else arriving(given, config.arrivals, config.seed)
+
+
+def _drawn(config: SimulateConfig, engine: SimulatedEngine) -> SyntheticWorkload:
+    preset, most = _preset(config), engine.max_model_len - 1
+    prompts = config.prompt_tokens or (preset.prompt_tokens if preset else DEFAULT_PROMPTS)
+    outputs = config.output_tokens or (preset.output_tokens if preset else DEFAULT_OUTPUTS)
+    return SyntheticWorkload(
+        count=config.rows or (preset.rows if preset else DEFAULT_ROWS),
+        prompt_tokens=Lengths.parse(prompts, most),
+        output_tokens=Lengths.parse(outputs, most),
+        shared_prefix=config.shared_prefix,
+        rate=config.arrivals,
+        seed=config.seed,
+    )

@@ -1,0 +1,120 @@
+"""The engine's loop with a virtual clock: the real scheduler and the real cache, and a cost in a model's place.
+
+A test holds it to the engine step by step. What it leaves out of a request: text, sampling, and everything that may
+end a completion but its length.
+"""
+
+from __future__ import annotations
+
+import math
+
+from cbatch.config import SamplingParams
+from cbatch.engine.modes import CHUNKED, MODES
+from cbatch.engine.observer import Observer, StepRecorder, StepTimes
+from cbatch.engine.request import Prompt, Request
+from cbatch.engine.step import StepPlan
+from cbatch.engine.stopping import StopCondition
+from cbatch.simulate.cost import CostModel
+from cbatch.simulate.figures import Figures, Tally
+from cbatch.simulate.repeats import Repeater
+from cbatch.simulate.settings import SimulatedEngine
+from cbatch.simulate.workload import Work, Workload
+
+WAITING_WINDOW = 2  # as the engine's: requests kept waiting, in batches
+SAMPLED = 0  # the token that every step gives
+SHARED = 1  # the token that shared prefixes are made of; those of a request's own are below 0
+_LENGTH_ONLY = StopCondition(frozenset(), strings=None)
+_SAMPLING = SamplingParams()
+
+
+class Simulator:
+    """One simulated run."""
+
+    def __init__(
+        self, engine: SimulatedEngine, cost: CostModel, *, mode: str = CHUNKED, observer: Observer | None = None
+    ) -> None:
+        self._engine = engine
+        self._cost = cost
+        self._cache, self._scheduler = engine.build(MODES[mode])
+        self._window = WAITING_WINDOW * engine.max_requests_per_batch
+        self._recorder = StepRecorder(observer) if observer is not None else None
+        self._repeater = Repeater(self._scheduler, self._cache, cost, shares=engine.allow_block_sharing)
+        self._tally = Tally()
+        self._now = 0.0
+        self._num_given = 0
+
+    def run(
+        self, workload: Workload, *, goodput_ttft: float | None = None, goodput_itl: float | None = None
+    ) -> Figures:
+        """Run every request to its end; the targets, in seconds, are those of goodput."""
+        works = iter(workload)
+        head = next(works, None)
+        scheduler = self._scheduler
+        while True:
+            while head is not None and len(scheduler.waiting) < self._window and head.arrival_s <= self._now:
+                self._give(head)
+                head = next(works, None)
+            if scheduler.has_work:
+                can_come = head is not None and len(scheduler.waiting) < self._window
+                self._step(next_arrival=head.arrival_s if head is not None and can_come else math.inf)
+            elif head is not None:
+                self._now = max(self._now, head.arrival_s)
+            else:
+                return self._tally.figures(goodput_ttft, goodput_itl)
+
+    def _give(self, work: Work) -> None:
+        """Queue a request, unless it can never fit."""
+        num_tokens = work.prompt_tokens + work.output_tokens
+        if num_tokens > min(self._engine.max_model_len, self._cache.max_tokens_ever + 1):
+            self._tally.refused += 1
+            return
+        number = self._num_given
+        self._num_given += 1
+        token_ids = [SHARED] * work.shared_tokens + [-1 - number] * (work.prompt_tokens - work.shared_tokens)
+        self._scheduler.add(
+            Request(
+                prompt=Prompt(number, token_ids, _SAMPLING),
+                max_tokens=work.output_tokens,
+                created_at=work.arrival_s if work.arrival_s > 0 else self._now,
+                stopping=_LENGTH_ONLY,
+                token_ids=token_ids.copy(),
+                tables=[[] for _ in self._cache.allocators],
+            )
+        )
+
+    def _step(self, next_arrival: float) -> None:
+        """Take a step, and those like it that follow before anybody can join."""
+        began = self._now
+        plan = self._scheduler.schedule(began)
+        duration = self._duration(plan)
+        ended = self._now = began + duration
+        load = self._cache.load(_num_filled(self._scheduler, plan)) if self._recorder is not None else None
+        self._tally.count_step(began, duration, len(plan.items), self._cache.usage)
+        finished = self._scheduler.update(plan, [[SAMPLED]] * len(plan.items), ended)
+        if finished:
+            self._tally.count_finished(finished)
+        if self._recorder is not None and load is not None:
+            self._recorder.record(self._scheduler, plan, load, finished, StepTimes(began, began, ended, ended))
+            return
+        for step in self._repeater.repeat(plan, ended, next_arrival, SAMPLED):
+            self._tally.count_step(step.began, step.duration, len(plan.items), step.usage)
+            self._now = step.began + step.duration
+
+    def _duration(self, plan: StepPlan) -> float:
+        num_pairs = 0
+        if self._cost.per_pair_s and plan.num_tokens > len(plan.items):
+            num_pairs = _num_pairs(plan)
+        kv_tokens = self._cache.tokens_in_pages(plan.num_pages_read)
+        return self._cost.step_s(plan.num_tokens, kv_tokens, len(plan.items), num_pairs)
+
+
+def _num_filled(scheduler, plan):
+    filled = {request: request.num_computed_tokens for request in scheduler.active}
+    for item in plan.items:
+        filled[item.request] = item.num_computed_before + item.num_tokens
+    return filled
+
+
+def _num_pairs(plan):
+    shares = ((item.num_tokens, item.num_computed_before) for item in plan.items if item.num_tokens > 1)
+    return sum(count * before + count * (count + 1) // 2 for count, before in shares)

@@ -1,0 +1,169 @@
+"""A run's step trace read back, as `run --trace` wrote it: steps as columns, requests with their lengths.
+
+Read by the fit, by `diagnose` and by `report`. What a killed run left is read as far as it goes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.errors import InputError
+from cbatch.io.gziplog import read_log
+from cbatch.jobs.paths import trace_path
+from cbatch.simulate.settings import SimulatedEngine
+
+COLUMNS = (
+    "at_s",
+    "schedule_s",
+    "run_s",
+    "update_s",
+    "requests",
+    "prefill_tokens",
+    "decode_tokens",
+    "kv_tokens_read",
+    "pairs",
+    "running",
+    "waiting",
+    "owned_blocks",
+    "cached_blocks",
+    "free_blocks",
+    "kv_waste",
+    "offloads",
+    "restores",
+    "soft_resets",
+)
+TRACE_HINT = "run the job with --trace, and --restart where it is finished already"
+
+
+class Event(NamedTuple):
+    """A request that came into a state, `at_s` seconds after the session's first step began."""
+
+    request: int
+    sample: int
+    state: str
+    at_s: float
+    prompt_tokens: int
+    generated: int
+    cached_tokens: int
+
+
+class FinishedLengths(NamedTuple):
+    """A request that finished, and what it came to."""
+
+    request: int
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class TracedSession:
+    """One process's part of a trace."""
+
+    number: int
+    settings: dict[str, Any]
+    layers: list[tuple[int | None, int]]
+    finished: list[FinishedLengths] = field(default_factory=list)
+    _columns: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in COLUMNS})
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """Return a column of the steps; what was not known is not a number."""
+        return np.frombuffer(self._columns[name], dtype=np.float64)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._columns["at_s"])
+
+    @property
+    def step_s(self) -> NDArray[np.float64]:
+        """How long each step took, in seconds, all that is done between two steps included, waiting for work not."""
+        own = self.column("schedule_s") + self.column("run_s") + self.column("update_s")
+        until_next = np.append(np.diff(self.column("at_s")), np.inf)
+        idle = (self.column("running") == 0) & (self.column("waiting") == 0)
+        return np.where(idle | np.isinf(until_next), own, until_next)
+
+    @property
+    def duration_s(self) -> float:
+        """From the first step's start to the last one's end."""
+        if self.num_steps == 0:
+            return 0.0
+        last = sum(self._columns[name][-1] for name in ("schedule_s", "run_s", "update_s"))
+        return float(self._columns["at_s"][-1] + last)
+
+    def engine(self) -> SimulatedEngine:
+        """Return the engine that ran. Raises InputError where the trace does not say enough of it."""
+        try:
+            return SimulatedEngine(
+                **{name: self.settings[name] for name in _ENGINE_SETTINGS},
+                num_host_pages=self.settings.get("num_host_pages", 0),
+                layer_windows=tuple(window for window, count in self.layers for _ in range(count)),
+            )
+        except KeyError as error:
+            raise InputError(f"the trace does not say what {error.args[0]} was", hint=TRACE_HINT) from error
+
+    def add(self, step: dict[str, Any]) -> None:
+        """Take one step."""
+        for name, column in self._columns.items():
+            value = step.get(name)
+            column.append(np.nan if value is None else value)
+        for event in map(_event, step["events"]):
+            if event.state == "finished" and event.generated > 0:
+                self.finished.append(
+                    FinishedLengths(event.request, event.prompt_tokens, event.generated, event.cached_tokens)
+                )
+
+
+_ENGINE_SETTINGS = (
+    "page_size",
+    "num_blocks",
+    "max_batch_tokens",
+    "max_requests_per_batch",
+    "max_model_len",
+    "scheduler_type",
+    "safety_margin",
+    "allow_block_sharing",
+)
+
+
+def find_trace(output: Path) -> Path:
+    """Return where the trace of an output is, which may be named itself. Raises InputError where there is none."""
+    path = output if output.name.endswith(".trace.jsonl.gz") else trace_path(output)
+    if not path.is_file():
+        raise InputError(f"there is no trace of {output} at {path}", hint=TRACE_HINT)
+    return path
+
+
+def read_trace(path: Path) -> list[TracedSession]:
+    """Read all sessions that ran a step. Raises InputError."""
+    sessions: list[TracedSession] = []
+    for line in read_log(path):
+        if "session" in line:
+            layers = [(window, count) for window, count in line["layers"]]
+            sessions.append(TracedSession(line["session"], line["settings"], layers))
+        elif sessions:
+            sessions[-1].add(line)
+    sessions = [session for session in sessions if session.num_steps]
+    if not sessions:
+        raise InputError(f"the trace {path} holds no step", hint=TRACE_HINT)
+    return sessions
+
+
+def read_events(path: Path) -> Iterator[tuple[int, Event]]:
+    """Yield every event with the number of its session, in the order in which they were written."""
+    session = 0
+    for line in read_log(path):
+        if "session" in line:
+            session = line["session"]
+        else:
+            yield from ((session, _event(values)) for values in line["events"])
+
+
+def _event(values: list[Any]) -> Event:
+    return Event(*values)

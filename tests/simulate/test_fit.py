@@ -1,0 +1,184 @@
+"""The fit finds a planted cost, and what is predicted with it is how long another run takes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cbatch.config import SamplingParams
+from cbatch.engine import engine as engine_module
+from cbatch.engine import intake as intake_module
+from cbatch.engine.engine import Engine
+from cbatch.engine.request import Prompt
+from cbatch.engine.speculation import Results
+from cbatch.engine.step import StepPlan
+from cbatch.errors import InputError
+from cbatch.jobs.trace import TraceWriter, describe_session
+from cbatch.simulate.calibration import fit_calibration
+from cbatch.simulate.cost import CostModel
+from cbatch.simulate.fit import fit_cost, solve_non_negative
+from cbatch.simulate.lengths import traced_lengths
+from cbatch.simulate.simulator import Simulator
+from cbatch.simulate.tracefile import TracedSession, read_trace
+from tests.engine.unloaded import TOKEN, make_unloaded
+
+PLANTED = CostModel(
+    per_step_s=4e-3, per_query_token_s=3e-5, per_kv_token_s=2e-7, per_request_s=1e-4, per_pair_s=1e-8, hidden_tokens=0
+)
+
+
+class Clock:
+    """Stands in for the module `time` in the engine: time passes when something takes it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def time(self) -> float:
+        return self.now
+
+
+class Costly:
+    """A runner whose steps take what a cost model says, give or take a tenth."""
+
+    def __init__(self, clock: Clock, cost: CostModel, noise: float = 0.1) -> None:
+        self.engine: Engine | None = None
+        self._clock, self._cost, self._noise, self._rng = clock, cost, noise, random.Random(0)
+
+    def run(self, plan: StepPlan) -> list[Results]:
+        assert self.engine is not None
+        pairs = sum(
+            i.num_tokens * i.num_computed_before + i.num_tokens * (i.num_tokens + 1) // 2
+            for i in plan.items
+            if i.num_tokens > 1
+        )
+        kv_tokens = self.engine._cache.tokens_in_pages(plan.num_pages_read)
+        duration = self._cost.step_s(plan.num_tokens, kv_tokens, len(plan.items), pairs)
+        self._clock.sleep(duration * self._rng.uniform(1 - self._noise, 1 + self._noise))
+        return [[TOKEN] for item in plan.items if item.num_results]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(intake_module, "time", clock)
+    return clock
+
+
+def traced_run(path: Path, clock: Clock, works: list[tuple[int, int, int]], **settings: Any) -> list[TracedSession]:
+    """Run requests of (prompt, shared, output) tokens on the engine with the planted cost, and read the trace."""
+    runner = Costly(clock, PLANTED)
+    engine = runner.engine = make_unloaded(runner, **settings)
+    writer = TraceWriter(path, {"session": 1, **describe_session(engine)})
+    engine.observe(writer)
+
+    def prompts() -> Iterator[Prompt]:
+        for number, (prompt, shared, output) in enumerate(works):
+            yield Prompt(
+                number,
+                [1] * shared + [-1 - number] * (prompt - shared),
+                SamplingParams(max_tokens=output, ignore_eos=True),
+            )
+
+    list(engine.generate(prompts()))
+    writer.close()
+    return read_trace(path)
+
+
+def draw(seed: int, count: int, *, prompts: tuple[int, int], outputs: tuple[int, int], shared: int = 0) -> Any:
+    rng = random.Random(seed)
+    return [(rng.randrange(*prompts) + shared, shared, rng.randrange(*outputs)) for _ in range(count)]
+
+
+def test_a_planted_cost_is_found(tmp_path: Path, clock: Clock) -> None:
+    sessions = traced_run(tmp_path / "t.gz", clock, draw(0, 150, prompts=(5, 300), outputs=(2, 60)))
+    fit = fit_cost(sessions)
+    found, planted = np.array(astuple(fit.cost)), np.array(astuple(PLANTED))
+    assert found[:2] == pytest.approx(planted[:2], rel=0.2)
+    assert fit.cost.hidden_tokens == 0
+    assert fit.typical_error < 0.1
+
+
+def test_hidden_tokens_are_found() -> None:
+    rng = np.random.default_rng(0)
+    hidden = CostModel(per_step_s=0.02, per_query_token_s=1e-4, per_kv_token_s=0, per_request_s=0, hidden_tokens=256)
+    session = TracedSession(1, {}, [(None, 1)])
+    at = 0.0
+    for count in rng.integers(1, 1000, 400).tolist():
+        duration = hidden.step_s(count, 0, 1, 0) * rng.uniform(0.97, 1.03)
+        step = {"at_s": at, "run_s": duration, "schedule_s": 0, "update_s": 0, "prefill_tokens": count, "running": 1}
+        session.add(
+            dict.fromkeys(("decode_tokens", "kv_tokens_read", "requests", "pairs", "waiting"), 0)
+            | step
+            | {"events": []}
+        )
+        at += duration
+    cost = fit_cost([session]).cost
+    assert cost.hidden_tokens == 256
+    assert cost.per_query_token_s == pytest.approx(1e-4, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_batch_tokens": 256, "max_requests_per_batch": 24},
+        {"num_blocks": 60},
+        {"scheduler_type": "prefill_first"},
+    ],
+)
+def test_another_runs_duration_is_predicted_within_fifteen_percent(
+    tmp_path: Path, clock: Clock, settings: dict[str, Any]
+) -> None:
+    """The cost is fitted to one run; the other has other lengths, shares a prefix and runs with other settings."""
+    calibration = fit_calibration(
+        traced_run(tmp_path / "a.gz", clock, draw(1, 150, prompts=(5, 200), outputs=(2, 50))), "a"
+    )
+    other = traced_run(
+        tmp_path / "b.gz", clock, draw(2, 200, prompts=(20, 90), outputs=(20, 90), shared=48), **settings
+    )
+    predicted = Simulator(other[0].engine(), calibration.cost).run(traced_lengths(other))
+    measured = other[0].duration_s
+    assert predicted.duration_s == pytest.approx(measured, rel=0.15)
+    assert predicted.cached_tokens == sum(request.cached_tokens for request in other[0].finished) > 0
+    assert predicted.steps == other[0].num_steps
+
+
+def test_the_least_squares_are_those_without_negative_ones() -> None:
+    """Every entry is optimal: where it is positive the gradient is 0, where it is 0 the error would only grow."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        table = rng.uniform(0, 1, (60, 4)) * [1, 1e3, 1e6, 1e-3]
+        values = table @ [2, 1e-3, 0, 5] - rng.uniform(0, 1, 60)
+        found, error = solve_non_negative(table, values)
+        assert (found >= 0).all()
+        assert error == pytest.approx(((table @ found - values) ** 2).sum())
+        gradient = table.T @ (table @ found - values)
+        scale = np.abs(table).sum(axis=0)
+        assert (np.abs(gradient[found > 0]) < 1e-6 * scale[found > 0]).all()
+        assert (gradient[found == 0] > -1e-6 * scale[found == 0]).all()
+
+
+def test_columns_that_say_the_same_are_no_trouble() -> None:
+    table = np.ones((20, 3))
+    found, error = solve_non_negative(table, np.full(20, 6.0))
+    assert found.sum() == pytest.approx(6)
+    assert error == pytest.approx(0, abs=1e-9)
+
+
+def test_too_few_steps_are_said(tmp_path: Path, clock: Clock) -> None:
+    sessions = traced_run(tmp_path / "t.gz", clock, [(5, 0, 3)])
+    with pytest.raises(InputError, match="3 steps are too few"):
+        fit_cost(sessions)
