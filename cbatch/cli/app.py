@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from cbatch.cli import bench_options
+from cbatch.cli.bench import bench_command
 from cbatch.cli.console import PROGRAM, abandon_broken_streams, prepare_streams, say
 from cbatch.cli.help import SettingsCommand
 from cbatch.cli.merge import merge_command
@@ -76,6 +78,23 @@ _run.__signature__ = command_signature(  # type: ignore[attr-defined]
     keyword("config", _CONFIG),
 )
 app.command("run", cls=SettingsCommand, options_metavar="--model MODEL -o OUT [OPTIONS]")(_run)
+
+
+def _bench(inputs: list[str] | None, config: str | None, **given: Any) -> int:
+    """Run the same rows in several ways, and with other engines, and compare speed, latency and memory.
+
+    Everybody generates the same number of tokens for every row, greedily. Every run has a process of its own; they take
+    turns, and the medians are shown.
+    """
+    return bench_command(inputs or [], config, given)
+
+
+_bench.__signature__ = command_signature(  # type: ignore[attr-defined]
+    bench_options.SETTINGS,
+    Parameter("inputs", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=_INPUTS),
+    keyword("config", _CONFIG),
+)
+app.command("bench", cls=SettingsCommand, options_metavar="--model MODEL [OPTIONS]")(_bench)
 
 
 @app.command("merge")

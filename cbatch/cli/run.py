@@ -5,24 +5,19 @@ Leaves out the job itself (`cbatch.jobs`), which is imported only once the optio
 
 from __future__ import annotations
 
-import os
 import traceback
 from typing import Any
 
 from cbatch.cli.console import quieten_libraries
 from cbatch.cli.run_options import RunOptions, read_options
-
-# Turns that a thread of GNU OpenMP spins before it sleeps. By default it spins for milliseconds after every operation;
-# where anything else wants the cores, that starves the very thread it waits for (docs/measurements.md).
-SPIN_COUNT = "1000"
+from cbatch.jobs.spinning import limit_spinning
 
 
 def run_command(inputs: list[str], config: str | None, given: dict[str, Any]) -> int:
     """Run one job and return the exit code."""
     options = read_options(inputs, config, given)
     quieten_libraries(verbose=options.console.verbose)
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is imported
+    limit_spinning()
     try:
         return _run(options)
     except Exception:

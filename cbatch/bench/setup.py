@@ -1,0 +1,33 @@
+"""A comparison before it begins: the rows read, and settled what everybody has in common. Called by the command."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cbatch.bench.contest import Contest
+from cbatch.bench.workload import read_workload
+from cbatch.config import EngineConfig, JobConfig
+from cbatch.engine.plan import check_config
+from cbatch.jobs.totals import Targets
+from cbatch.models.inspect import inspect_model
+from cbatch.models.outline import outline_model
+
+
+def prepare_contest(job: JobConfig, engine: EngineConfig, *, verbose: bool = False) -> Contest:
+    """Read the rows; contexts are as long as the longest of them needs, unless a length is given.
+
+    Raises UsageError, InputError.
+    """
+    shape = inspect_model(engine)
+    check_config(engine, shape)
+    outline = outline_model(engine, shape)
+    workload = read_workload(job, outline.tokenizer, engine.max_model_len or shape.context_length)
+    return Contest(
+        workload,
+        replace(engine, max_model_len=engine.max_model_len or workload.longest),
+        dtype=str(outline.dtype).removeprefix("torch."),
+        device=str(outline.device),
+        num_threads=outline.num_threads,
+        targets=Targets(job.goodput_ttft, job.goodput_itl),
+        verbose=verbose,
+    )
