@@ -6,7 +6,7 @@ Called by the engine once, after inspect. Leaves out the KV cache and everything
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -17,43 +17,24 @@ from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 from cbatch.config import EngineConfig
 from cbatch.errors import UsageError
 from cbatch.models.attention import ATTENTION_NAME, register_attention
-from cbatch.models.generation import end_token_ids, generation_defaults
+from cbatch.models.generation import end_token_ids
 from cbatch.models.hub import loading
 from cbatch.models.inspect import ModelShape
-from cbatch.models.machine import Choice, choose_device, choose_dtype, choose_num_threads
+from cbatch.models.machine import Choice
+from cbatch.models.outline import ModelOutline, outline_model
 from cbatch.models.patch import PatchDiffersError, patch_model, patch_refusal
 from cbatch.models.rope import fix_rotary_embeddings
 from cbatch.models.source import ModelSource, resolve_source
-from cbatch.models.tokenizer import Tokenizer, load_tokenizer
+from cbatch.models.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-GGUF_STORED_DTYPE = "bfloat16"  # what quantised blocks are unpacked to where the device computes in it
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
+class LoadedModel(ModelOutline):
     """A model in memory, ready for the engine's forward passes."""
 
     model: PreTrainedModel
-    shape: ModelShape
-    tokenizer: Tokenizer
-    device: torch.device
-    device_reason: str
-    dtype: torch.dtype
-    dtype_reason: str
-    num_threads: int
-    num_threads_reason: str
-    patched: bool  # whether fused modules stand in for transformers' own
-    patched_reason: str
-    eos_token_ids: frozenset[int]
-    generation_defaults: dict[str, object]  # sampling parameters under our names; empty where the model has none
-    generation_not_taken: tuple[str, ...]  # settings of its generation config that have no counterpart here
-
-    @property
-    def num_choosable(self) -> int:
-        """Tokens that may be generated: a model's head can have rows beyond them, which no token stands for."""
-        return max(self.tokenizer.num_tokens, max(self.eos_token_ids, default=-1) + 1)
 
 
 def load_model(config: EngineConfig, shape: ModelShape) -> LoadedModel:
@@ -62,22 +43,20 @@ def load_model(config: EngineConfig, shape: ModelShape) -> LoadedModel:
     Raises UsageError.
     """
     source = resolve_source(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
-    device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, GGUF_STORED_DTYPE if source.gguf_file else shape.checkpoint_dtype, device.value)
-    threads = choose_num_threads()
-    torch.set_num_threads(threads.value)
-    tokenizer = load_tokenizer(_tokenizer_source(config, source), shape.vocab_size)
-    logger.info("loading %s in %s on %s", source.name, dtype.value, device.value)
+    outline = outline_model(config, shape)
+    torch.set_num_threads(outline.num_threads)
+    logger.info("loading %s in %s on %s", source.name, outline.dtype, outline.device)
     max_model_len = config.max_model_len or shape.context_length
-    load = partial(_load_on_device, source, dtype.value, device.value, max_model_len)
+    load = partial(_load_on_device, source, outline.dtype, outline.device, max_model_len)
     model = load()
     if source.gguf_file is not None and config.tokenizer is None:
-        _check_gguf_tokenizer(model, tokenizer, source)
-    patched = _patch(model, shape, dtype.value, device.value)
+        _check_gguf_tokenizer(model, outline.tokenizer, source)
+    patched = _patch(model, shape, outline.dtype, outline.device)
     if patched.value is None:
         del model  # before it is in memory twice
         model = load()
-    return _describe(model, shape, tokenizer, device, dtype, threads, Choice(bool(patched.value), patched.reason))
+    known = {field.name: getattr(outline, field.name) for field in fields(outline)}
+    return LoadedModel(model=model, **known | {"patched": bool(patched.value), "patched_reason": patched.reason})
 
 
 def _load_on_device(
@@ -102,37 +81,6 @@ def _patch(model: PreTrainedModel, shape: ModelShape, dtype: torch.dtype, device
     return Choice(True, f"the patched {shape.model_type} gave the logits of the model as it was loaded")
 
 
-def _describe(
-    model: PreTrainedModel,
-    shape: ModelShape,
-    tokenizer: Tokenizer,
-    device: Choice[torch.device],
-    dtype: Choice[torch.dtype],
-    threads: Choice[int],
-    patched: Choice[bool],
-) -> LoadedModel:
-    defaults = generation_defaults(model.generation_config)
-    if defaults.not_taken:
-        logger.warning("not taken from the model's generation config: %s", ", ".join(defaults.not_taken))
-    text_config = model.config.get_text_config(decoder=True)
-    return LoadedModel(
-        model=model,
-        shape=shape,
-        tokenizer=tokenizer,
-        device=device.value,
-        device_reason=device.reason,
-        dtype=dtype.value,
-        dtype_reason=dtype.reason,
-        num_threads=threads.value,
-        num_threads_reason=threads.reason,
-        patched=patched.value,
-        patched_reason=patched.reason,
-        eos_token_ids=end_token_ids(model.generation_config, model.config, text_config, tokenizer),
-        generation_defaults=defaults.sampling,
-        generation_not_taken=defaults.not_taken,
-    )
-
-
 def _check_gguf_tokenizer(model: PreTrainedModel, tokenizer: Tokenizer, source: ModelSource) -> None:
     """Warn where transformers did not read BOS and EOS of a .gguf file's tokenizer, as 5.17 does not."""
     if tokenizer.eos_token_id not in end_token_ids(model.config):
@@ -141,12 +89,6 @@ def _check_gguf_tokenizer(model: PreTrainedModel, tokenizer: Tokenizer, source: 
             "give the original one with --tokenizer",
             source.name,
         )
-
-
-def _tokenizer_source(config: EngineConfig, source: ModelSource) -> ModelSource:
-    if config.tokenizer is None:
-        return source
-    return resolve_source(config.tokenizer, trust_remote_code=config.trust_remote_code)
 
 
 def _load_weights(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
