@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cbatch.cli import bench_options
+from cbatch.cli import bench_options, tune_options
 from cbatch.cli.bench import bench_command
 from cbatch.cli.console import PROGRAM, abandon_broken_streams, prepare_streams, say
 from cbatch.cli.help import SettingsCommand
@@ -19,6 +19,7 @@ from cbatch.cli.merge import merge_command
 from cbatch.cli.options import SETTINGS
 from cbatch.cli.run import run_command
 from cbatch.cli.signature import command_signature, keyword
+from cbatch.cli.tune import tune_command
 from cbatch.errors import EXIT_FAILED, CbatchError
 
 EXIT_ABORTED = 130  # as a shell reports a process ended by SIGINT
@@ -95,6 +96,25 @@ _bench.__signature__ = command_signature(  # type: ignore[attr-defined]
     keyword("config", _CONFIG),
 )
 app.command("bench", cls=SettingsCommand, options_metavar="--model MODEL [OPTIONS]")(_bench)
+
+
+def _tune(inputs: list[str] | None, config: str | None, **given: Any) -> int:
+    """Find the engine's fastest settings for an input, and write them for run --config.
+
+    Trials run on a sample of the input's own rows, the model loaded once. Options that are given hold in every trial.
+    The default settings are one of the trials, and what is chosen is never slower than they are beyond noise.
+
+    A search that was stopped, by whatever, goes on where it was when the same command runs again.
+    """
+    return tune_command(inputs or [], config, given)
+
+
+_tune.__signature__ = command_signature(  # type: ignore[attr-defined]
+    tune_options.SETTINGS,
+    Parameter("inputs", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=_INPUTS),
+    keyword("config", _CONFIG),
+)
+app.command("tune", cls=SettingsCommand, options_metavar="--model MODEL [OPTIONS]")(_tune)
 
 
 @app.command("merge")

@@ -1,33 +1,29 @@
 """The TOML file of `--config`: the options' names with underscores, in one flat table. Used by `run`.
 
+A file that `cbatch tune` wrote has a table of evidence beside them, which is no setting.
+
 Leaves out merging with the command line, which wins, and what a whole configuration needs.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from cbatch.cli.options import ALIASES, BY_NAME
 from cbatch.cli.setting import Setting
 from cbatch.errors import UsageError
+from cbatch.tune.evidence import TABLE
 
 INPUTS = "inputs"  # the command's arguments, which have no option
 
 
 def read_config_file(path: str) -> dict[str, object]:
     """Read the settings that a TOML file gives, each checked, under their own names."""
-    import tomllib
-
-    try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise UsageError(f"--config {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--config {path} is not UTF-8 text") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"--config {path} is not TOML: {error}") from error
     given: dict[str, object] = {}
-    for key, value in table.items():
+    for key, value in _load(path).items():
+        if key == TABLE and isinstance(value, dict):
+            continue
         spelled = f"{key} in {path}"
         if key == INPUTS:
             given[INPUTS] = _inputs(value, spelled)
@@ -37,6 +33,25 @@ def read_config_file(path: str) -> dict[str, object]:
             raise UsageError(f"{path} gives {setting.name} twice", hint=f"{key} is another word for it")
         given[setting.name] = setting.from_toml(value, spelled)
     return given
+
+
+def read_evidence(path: str) -> dict[str, Any]:
+    """Read what a tuned file says of its making; {} where another file is no such one."""
+    evidence = _load(path).get(TABLE)
+    return evidence if isinstance(evidence, dict) else {}
+
+
+def _load(path: str) -> dict[str, Any]:
+    import tomllib
+
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--config {path} is not UTF-8 text") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"--config {path} is not TOML: {error}") from error
 
 
 def _setting(key: str, path: str) -> Setting:

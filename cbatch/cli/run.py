@@ -8,29 +8,40 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-from cbatch.cli.console import quieten_libraries
+from cbatch.cli.config_file import read_evidence
+from cbatch.cli.console import quieten_libraries, say
 from cbatch.cli.run_options import RunOptions, read_options
 from cbatch.jobs.spinning import limit_spinning
+from cbatch.tune.evidence import loading_checked, other_work
 
 
 def run_command(inputs: list[str], config: str | None, given: dict[str, Any]) -> int:
     """Run one job and return the exit code."""
     options = read_options(inputs, config, given)
+    evidence = read_evidence(config) if config else {}
     quieten_libraries(verbose=options.console.verbose)
     limit_spinning()
     try:
-        return _run(options)
+        return _run(options, evidence)
     except Exception:
         if options.console.debug:
             traceback.print_exc()
         raise
 
 
-def _run(options: RunOptions) -> int:
+def _run(options: RunOptions, evidence: dict[str, Any]) -> int:
+    """Run the job; `evidence` is what the settings file says of how it came about, where it was tuned."""
     from cbatch.cli.summary import show_summary
     from cbatch.jobs.run import run_job
 
     quiet = options.console.quiet
-    summary = run_job(options.job, options.engine, quiet=quiet, verbose=options.console.verbose)
+    load = loading_checked(evidence, _say_nothing if quiet else say) if evidence else None
+    summary = run_job(options.job, options.engine, load_engine=load, quiet=quiet, verbose=options.console.verbose)
     show_summary(summary, quiet=quiet)
+    if not quiet and (note := other_work(evidence, summary.report)) is not None:
+        say(note)
     return summary.exit_code
+
+
+def _say_nothing(_message: str) -> None:
+    pass

@@ -1,0 +1,153 @@
+"""Runs prompts through engines and times it: once to learn how long the answers are, then once for every trial.
+
+A trial builds an engine of its own, so that no cache is warm from the one before, warms it up with prompts that are in
+no sample, and only then starts the clock. Whatever fails in it is its outcome.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from cbatch.config import SamplingParams
+from cbatch.engine.grammar import is_structured
+from cbatch.engine.request import Prompt, RequestOutput
+from cbatch.engine.stats import EngineStats
+from cbatch.errors import CbatchError, EngineError
+from cbatch.jobs.prompts import Tokenizer
+from cbatch.tune.space import TrialPlan, Value
+from cbatch.tune.trial import Outcome
+
+WARM_UP_PROMPTS = 4
+WARM_UP_PROMPT_TOKENS = 256
+WARM_UP_TOKENS = 4
+
+
+class TrialEngine(Protocol):
+    """What a trial needs of an engine."""
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    def steps(self, prompts: Iterator[Prompt | None]) -> Iterator[list[RequestOutput]]:
+        """Give one list of finished requests per step."""
+
+
+class EngineSource(Protocol):
+    """A model in memory, and engines over it."""
+
+    @property
+    def clock(self) -> Callable[[], float]: ...
+
+    @property
+    def load_s(self) -> float: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def generation_defaults(self) -> dict[str, object]: ...
+
+    def plan(self, settings: Mapping[str, Value]) -> TrialPlan:
+        """Decide the plan with these settings. Raises UsageError."""
+
+    def build(self, settings: Mapping[str, Value]) -> TrialEngine:
+        """Build an engine with these settings."""
+
+    def release(self) -> None:
+        """Give back the memory of engines that were let go of."""
+
+    def used_bytes(self) -> int:
+        """Count the memory in use."""
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Whether an engine failed for want of memory."""
+
+
+def run_trial(engines: EngineSource, settings: Mapping[str, Value], prompts: Sequence[Prompt]) -> Outcome:
+    """Measure settings over prompts whose lengths are fixed. The engine is gone when this returns."""
+    began = engines.clock()
+    try:
+        outcome = _run(engines, settings, prompts)
+    except Exception as error:
+        outcome = Outcome(status="failed", reason=_describe(engines, error))
+    return replace(outcome, wall_s=engines.clock() - began)
+
+
+def find_lengths(
+    engines: EngineSource, chunks: Iterator[Sequence[Prompt]], has_time: Callable[[float, int, int], bool]
+) -> Iterator[RequestOutput]:
+    """Run prompts as the job would, chunk by chunk, and yield their results.
+
+    After each chunk `has_time` is told its seconds, its size and that of the next, and says whether to go on.
+    """
+    try:
+        engine = engines.build({})
+        chunk = next(chunks, [])
+        while chunk:
+            began = engines.clock()
+            for outputs in engine.steps(iter(chunk)):
+                yield from outputs
+            last, chunk = chunk, next(chunks, [])
+            if not has_time(engines.clock() - began, len(last), len(chunk)):
+                return
+    except CbatchError:
+        raise
+    except (RuntimeError, MemoryError) as error:
+        raise EngineError(f"the default settings do not work: {_describe(engines, error)}") from error
+
+
+def fix_length(prompt: Prompt, output: RequestOutput) -> Prompt:
+    """Make a prompt that takes as many tokens as its result had, whatever they are.
+
+    Structured output ends where it is whole, so it can only be cut.
+    """
+    samples = output.samples or (output,)
+    length = math.ceil(sum(len(sample.token_ids) for sample in samples) / len(samples))
+    sampling = replace(prompt.sampling, max_tokens=length, min_tokens=0, stop=(), stop_token_ids=())
+    if not is_structured(sampling):
+        sampling = replace(sampling, ignore_eos=True)
+    return replace(prompt, sampling=sampling)
+
+
+def _run(engines: EngineSource, settings: Mapping[str, Value], prompts: Sequence[Prompt]) -> Outcome:
+    engine = engines.build(settings)
+    for _ in engine.steps(iter(_warm_up_prompts(prompts))):
+        pass
+    memory = engines.used_bytes()
+    num_tokens = 0
+    began = engines.clock()
+    for outputs in engine.steps(iter(prompts)):
+        memory = max(memory, engines.used_bytes())
+        for output in outputs:
+            if output.error is not None:
+                raise EngineError(f"row {output.request_id} failed: {output.error.message}")
+            num_tokens += sum(len(sample.token_ids) for sample in output.samples or (output,))
+    timed_s = engines.clock() - began
+    if engine.stats.out_of_memory_steps:
+        raise MemoryError
+    return Outcome(
+        status="ok",
+        timed_s=timed_s,
+        prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
+        output_tokens=num_tokens,
+        memory_bytes=memory,
+    )
+
+
+def _warm_up_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Make prompts of a few rows' own tokens, backwards, so that no prefix of theirs is one of the sample's."""
+    sampling = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+    pieces = [prompt.token_ids[-WARM_UP_PROMPT_TOKENS:][::-1] for prompt in prompts[:WARM_UP_PROMPTS]]
+    room = min(len(prompt.token_ids) + (prompt.sampling.max_tokens or 0) for prompt in prompts)
+    return [Prompt(-1 - i, piece[: max(1, room - WARM_UP_TOKENS)], sampling) for i, piece in enumerate(pieces)]
+
+
+def _describe(engines: EngineSource, error: Exception) -> str:
+    if engines.is_out_of_memory(error):
+        return "memory ran out"
+    if isinstance(error, CbatchError):
+        return error.message
+    return f"{type(error).__name__}: {error}"
