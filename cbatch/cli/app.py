@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cbatch.cli import bench_options, tune_options
+from cbatch.cli import bench_options, simulate_options, tune_options
 from cbatch.cli.bench import bench_command
 from cbatch.cli.console import PROGRAM, abandon_broken_streams, prepare_streams, say
 from cbatch.cli.help import SettingsCommand
@@ -19,6 +19,7 @@ from cbatch.cli.merge import merge_command
 from cbatch.cli.options import SETTINGS
 from cbatch.cli.run import run_command
 from cbatch.cli.signature import command_signature, keyword
+from cbatch.cli.simulate import simulate_command
 from cbatch.cli.tune import tune_command
 from cbatch.errors import EXIT_FAILED, CbatchError
 
@@ -115,6 +116,21 @@ _tune.__signature__ = command_signature(  # type: ignore[attr-defined]
     keyword("config", _CONFIG),
 )
 app.command("tune", cls=SettingsCommand, options_metavar="--model MODEL [OPTIONS]")(_tune)
+
+
+def _simulate(config: str | None, **given: Any) -> int:
+    """Run the real scheduler under a virtual clock, a cost in the model's place, and compare ways to batch.
+
+    What a step costs is fitted to a run with --trace, or is a preset's. Predicts how long a job takes with other
+    settings or on several GPUs.
+    """
+    return simulate_command(config, given)
+
+
+_simulate.__signature__ = command_signature(  # type: ignore[attr-defined]
+    simulate_options.SETTINGS, keyword("config", _CONFIG)
+)
+app.command("simulate", cls=SettingsCommand, options_metavar="[OPTIONS]")(_simulate)
 
 
 @app.command("merge")

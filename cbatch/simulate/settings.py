@@ -11,7 +11,8 @@ from typing import Any
 from cbatch.engine.cache.build import build_cache
 from cbatch.engine.cache.manager import CacheManager
 from cbatch.engine.modes import Mode
-from cbatch.engine.scheduler import SCHEDULERS, Scheduler
+from cbatch.engine.policies import SCHEDULERS
+from cbatch.engine.scheduler import Scheduler
 from cbatch.engine.step import StepLimits
 from cbatch.errors import UsageError
 

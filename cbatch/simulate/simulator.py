@@ -20,7 +20,6 @@ from cbatch.simulate.repeats import Repeater
 from cbatch.simulate.settings import SimulatedEngine
 from cbatch.simulate.workload import Work, Workload
 
-WAITING_WINDOW = 2  # as the engine's: requests kept waiting, in batches
 SAMPLED = 0  # the token that every step gives
 SHARED = 1  # the token that shared prefixes are made of; those of a request's own are below 0
 _LENGTH_ONLY = StopCondition(frozenset(), strings=None)
@@ -36,7 +35,7 @@ class Simulator:
         self._engine = engine
         self._cost = cost
         self._cache, self._scheduler = engine.build(MODES[mode])
-        self._window = WAITING_WINDOW * engine.max_requests_per_batch
+        self._window = self._scheduler.waiting_batches * engine.max_requests_per_batch
         self._recorder = StepRecorder(observer) if observer is not None else None
         self._repeater = Repeater(self._scheduler, self._cache, cost, shares=engine.allow_block_sharing)
         self._tally = Tally()

@@ -1,0 +1,161 @@
+"""A whole simulation: where costs, engine and workload come from, and what cannot be asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.config import SimulateConfig
+from cbatch.errors import CbatchError, InputError, UsageError
+from cbatch.simulate.calibration import Calibration, load_calibration
+from cbatch.simulate.comparison import UNPAGED, prepare_comparison, unpaged
+from cbatch.simulate.cost import CostModel
+from cbatch.simulate.presets import PRESETS
+from cbatch.simulate.settings import SimulatedEngine
+from cbatch.simulate.shards import plan_shards
+from cbatch.simulate.simulator import Simulator
+from cbatch.simulate.workload import GivenWorkload, Lengths, SyntheticWorkload, Work
+from tests.simulate.traces import draw, stop_the_clock, traced_run
+
+COST = CostModel(per_step_s=0.01, per_query_token_s=1e-5, per_kv_token_s=1e-7, per_request_s=1e-5)
+ENGINE = SimulatedEngine(
+    page_size=16, num_blocks=400, max_batch_tokens=128, max_requests_per_batch=16, max_model_len=1024
+)
+
+
+@pytest.fixture
+def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A finished run with its trace and its report."""
+    clock = stop_the_clock(monkeypatch)
+    works = draw(3, 40, prompts=(5, 100), outputs=(2, 40), shared=32)
+    traced_run(tmp_path / "out.jsonl.trace.jsonl.gz", clock, works)
+    (tmp_path / "out.jsonl.report.json").write_text(json.dumps({"load_s": 7.5}))
+    return str(tmp_path / "out.jsonl")
+
+
+def prepare(engine: dict[str, Any] | None = None, **config: Any) -> Any:
+    return prepare_comparison(SimulateConfig(**config), engine or {})
+
+
+def test_a_traced_run_is_simulated_as_it_was(output: str) -> None:
+    comparison = prepare(fit=output, modes="continuous+chunked")
+    (case,) = comparison.cases
+    figures = comparison.run(case)
+    assert len(comparison.workload) == 40
+    assert comparison.load_s == 7.5
+    assert figures.duration_s == pytest.approx(comparison.measured_s, rel=0.05)
+    assert figures.cached_tokens > 0
+
+
+def test_a_run_with_other_settings_is_not_compared_with_its_time(output: str) -> None:
+    assert prepare(fit=output, engine={"page_size": 32}).measured_s is None
+    assert prepare(fit=output, rows=7).measured_s is None
+    assert prepare(fit=output, arrivals=3.0).measured_s is None
+    assert len(prepare(fit=output, rows=7).workload) == 7
+    assert prepare(fit=output, engine={"page_size": 32}).engine.page_size == 32
+
+
+def test_a_kept_calibration_is_read_back(output: str, tmp_path: Path) -> None:
+    fitted = prepare(fit=output).calibration
+    fitted.save(tmp_path / "kept.json")
+    kept = load_calibration(tmp_path / "kept.json")
+    assert (kept.cost, kept.engine) == (fitted.cost, fitted.engine)
+    comparison = prepare(calibration=str(tmp_path / "kept.json"), rows=5)
+    assert comparison.calibration.cost == fitted.cost
+
+
+def test_the_preset_brings_engine_and_workload_and_options_win() -> None:
+    preset = PRESETS["h100-70b-fp8"]
+    comparison = prepare()
+    assert [case.name for case in comparison.cases][:2] == [UNPAGED, "naive"]
+    assert len(comparison.workload) == preset.rows
+    changed = prepare(rows=3, prompt_tokens="9", engine={"max_requests_per_batch": 2}, modes="static")
+    assert [(work.prompt_tokens, work.output_tokens > 9) for work in changed.workload] == [(9, True)] * 3
+    assert [case.engine.max_requests_per_batch for case in changed.cases] == [2, 2]
+
+
+def test_nothing_is_hashed_where_nothing_is_shared() -> None:
+    assert not prepare(rows=3).engine.allow_block_sharing
+    assert prepare(rows=3, shared_prefix=32).engine.allow_block_sharing
+    assert not prepare(rows=3, shared_prefix=32, engine={"allow_block_sharing": False}).engine.allow_block_sharing
+
+
+def test_an_engine_without_pages_holds_as_many_requests_as_it_can_reserve_for() -> None:
+    engine = unpaged(ENGINE, 1000)
+    works = GivenWorkload([Work(20, 20)] * 48)
+    figures = Simulator(engine, COST, mode="static").run(works)
+    assert engine.num_blocks == 6
+    assert figures.mean_running == pytest.approx(6, abs=0.4)
+    with pytest.raises(UsageError, match="holds no request"):
+        unpaged(ENGINE, 10_000)
+
+
+def test_shards_are_simulated_each_by_itself() -> None:
+    workload = SyntheticWorkload(
+        count=101, prompt_tokens=Lengths.parse("10-90", 500), output_tokens=Lengths.parse("5-50", 500)
+    )
+    works = list(workload)
+    plan = plan_shards(ENGINE, COST, workload, 4, load_s=60.0)
+    alone = [Simulator(ENGINE, COST).run(GivenWorkload(works[101 * i // 4 : 101 * (i + 1) // 4])) for i in range(4)]
+    assert list(plan.shards) == alone
+    assert plan.duration_s == 60 + max(shard.duration_s for shard in alone)
+    assert plan.gpu_hours == pytest.approx(sum(60 + shard.duration_s for shard in alone) / 3600)
+    assert plan.duration_s < 60 + plan_shards(ENGINE, COST, workload, 1, load_s=60.0).duration_s - 60
+    assert len(plan_shards(ENGINE, COST, GivenWorkload(works[:2]), 5, 0.0).shards) == 2
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"preset": "b200"}, "there is no preset b200 .*h100-70b-fp8"),
+    ({"modes": "fast"}, "unknown mode 'fast'"),
+    ({"modes": ","}, "unknown mode"),
+    ({"preset": "h100-70b-fp8", "fit": "out"}, "both say what steps cost"),
+    ({"fit": "nowhere.jsonl"}, "no trace of nowhere.jsonl .*--trace"),
+    ({"calibration": "nowhere.json"}, "cannot read nowhere.json"),
+    ({"prompt_tokens": "many"}, "no distribution of lengths"),
+    ({"reserve": 10**9}, "holds no request that reserves"),
+]
+
+
+@pytest.mark.parametrize(("config", "words"), MISTAKES)
+def test_what_cannot_be_is_said(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(CbatchError, match=words):
+        prepare(**config)
+
+
+def test_lengths_are_given_or_drawn_and_not_both(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt_tokens": 5, "max_tokens": 6}\n')
+    assert list(prepare(lengths=str(tmp_path / "in.jsonl")).workload) == [Work(5, 6)]
+    with pytest.raises(UsageError, match="--shared-prefix draws requests"):
+        prepare(lengths=str(tmp_path / "in.jsonl"), shared_prefix=4)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("no json", "not JSON"),
+        ("[]", "is no calibration"),
+        ('{"kind": "another"}', "is no calibration"),
+        ('{"kind": "cbatch calibration"}', "no table of CostModel"),
+        ('{"kind": "cbatch calibration", "cost": {"per_step_s": 1}}', "lacks per_query_token_s"),
+        ('{"kind": "cbatch calibration", "cost": {"per_step_s": -1}}', "per_step_s in .* must be a number"),
+        ('{"kind": "cbatch calibration", "cost": {"per_step_s": "1"}}', "per_step_s in .* must be a number"),
+    ],
+)
+def test_what_is_no_calibration_is_said(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "file.json").write_text(content)
+    with pytest.raises(UsageError, match=words):
+        load_calibration(tmp_path / "file.json")
+
+
+def test_a_trace_that_says_too_little_is_said(tmp_path: Path) -> None:
+    from cbatch.io.gziplog import GzipLog
+
+    log = GzipLog(tmp_path / "out.trace.jsonl.gz")
+    log.append([b'{"session": 1, "settings": {}, "layers": [[null, 1]]}\n'])
+    log.close()
+    with pytest.raises(InputError, match="holds no step"):
+        prepare(fit=str(tmp_path / "out"))
+    assert Calibration(COST, ENGINE, "x").engine.changed({"unknown": 1}) == ENGINE
