@@ -42,7 +42,8 @@ def open_checkpoint(setup: JobSetup, say: Callable[[str], None]) -> Checkpoint:
             hint="--restart replaces it; or name another output",
         )
     journal = Journal(paths.journal)
-    ledger = Ledger(journal.count_lines(), journal.reader().has_key)
+    reader = journal.reader()
+    ledger = Ledger(journal.count_lines(), reader.has_key, reader.has_source)
     session = Session(0, setup.fit, job.return_token_ids, job.retry_errors)
 
     def add(head: Head, offset: int) -> None:

@@ -30,6 +30,8 @@ _CRC_BYTES = len(_CRC % 0)
 _KEY_START = b'"key": "'
 _HEAD_END = b', "columns": '
 _KEY_HEX = 32
+_SOURCE_START = b'", "source": "'
+_SOURCE_HEX = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class Head:
     """What a job needs to know of a finished row without reading all of it."""
 
     key: bytes
+    source: bytes  # the place and the columns of the row of the input, hashed
     ok: bool
     attempt: int  # how often it was run, from 1
     session: int  # the number of the process that ran it, from 1
@@ -48,10 +51,17 @@ class Head:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the line's first fields."""
-        return {"key": self.key.hex()} | {name: getattr(self, name) for name in _HEAD_FIELDS}
+        hashes = {"key": self.key.hex(), "source": self.source.hex()}
+        return hashes | {name: getattr(self, name) for name in _HEAD_FIELDS}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Head:
+        """Read what `as_dict` gave."""
+        others = {name: values[name] for name in _HEAD_FIELDS}
+        return cls(bytes.fromhex(values["key"]), bytes.fromhex(values["source"]), **others)
 
 
-_HEAD_FIELDS = tuple(field.name for field in fields(Head))[1:]
+_HEAD_FIELDS = tuple(field.name for field in fields(Head))[2:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +219,15 @@ class JournalReader:
         """Say whether the entry at an offset is the one with this key."""
         return self._bytes(offset + _CRC_BYTES + len(_KEY_START), _KEY_HEX) == key.hex().encode()
 
+    def has_source(self, offset: int, source: bytes) -> bool:
+        """Say whether the row of the entry at an offset had this place and these columns."""
+        start = offset + _CRC_BYTES + len(_KEY_START) + _KEY_HEX + len(_SOURCE_START)
+        return self._bytes(start, _SOURCE_HEX) == source.hex().encode()
+
     def read(self, offset: int) -> Entry:
         """Read an entry back."""
         value = jsonform.load(self._line(offset).decode())
-        fields = {name: value[name] for name in _HEAD_FIELDS}
-        return Entry(Head(bytes.fromhex(value["key"]), **fields), value["columns"], value["result"])
+        return Entry(Head.from_dict(value), value["columns"], value["result"])
 
     def _line(self, offset: int) -> bytes:
         size = LINE_BYTES
@@ -249,5 +263,4 @@ def _parse_head(line: bytes) -> Head | dict[str, Any] | None:
     if not body.startswith(_KEY_START):
         facts: dict[str, Any] = json.loads(b"{" + body)
         return facts
-    values = json.loads(b"{" + body[: body.index(_HEAD_END)] + b"}")
-    return Head(bytes.fromhex(values.pop("key")), **values)
+    return Head.from_dict(json.loads(b"{" + body[: body.index(_HEAD_END)] + b"}"))

@@ -15,6 +15,7 @@ from cbatch.jobs.rendering import Rendered
 
 KEY_BYTES = 16
 SEED_BYTES = 8
+SOURCE_BYTES = 8
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _FIELD_SEPARATOR = b"\x00"
 
@@ -34,6 +35,12 @@ def failed_key(error: RowError, columns: Mapping[str, object], identity: bytes) 
 def row_key(base: bytes, occurrence: int) -> bytes:
     """Return the key of a row with `occurrence` equal ones before it; the first one's is the base itself."""
     return base if occurrence == 0 else _hash(b"again", base, occurrence.to_bytes(8, "little"))
+
+
+def row_source(index: int, columns: Mapping[str, object]) -> bytes:
+    """Hash a row's place and columns: what its output shows of the input, which the key leaves out."""
+    text = json.dumps([index, columns], default=repr).encode()
+    return hashlib.blake2b(text, digest_size=SOURCE_BYTES).digest()
 
 
 def row_seed(job_seed: int, key: bytes) -> int:

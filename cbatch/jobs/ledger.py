@@ -20,6 +20,9 @@ _FAILED = 1 << _OFFSET_BITS + _ATTEMPT_BITS
 _RETRY = _FAILED << 1
 
 
+Verify = Callable[[int, bytes], bool]
+
+
 def fingerprint(key: bytes) -> int:
     """Return the first 64 bits of a key."""
     return int.from_bytes(key[:FINGERPRINT_BYTES], "little")
@@ -33,6 +36,7 @@ class Claim:
     offset: int | None
     num_attempts: int = 0
     ok: bool = True  # whether a finished row did not fail
+    moved: bool = False  # whether it stands at another place now, or has other columns, than when it was finished
 
 
 class Ledger:
@@ -43,10 +47,15 @@ class Ledger:
     which gives the later one another occurrence, the same in every run.
     """
 
-    def __init__(self, num_finished: int = 0, verify: Callable[[int, bytes], bool] | None = None) -> None:
-        """Make room for `num_finished` rows; `verify` says whether the journal's entry at an offset has a key."""
+    def __init__(self, num_finished: int = 0, verify: Verify | None = None, has_source: Verify | None = None) -> None:
+        """Make room for `num_finished` rows.
+
+        `verify` says whether the journal's entry at an offset has a key, `has_source` whether it is of a row that was
+        the same in place and columns.
+        """
         self._finished = FlatTable("q", num_finished)  # offset, attempts, flags; the complement once claimed
         self._verify = verify or (lambda _offset, _key: True)
+        self._has_source = has_source or (lambda _offset, _source: True)
         self._seen = PartitionedTable(None)
         self._repeats = PartitionedTable("I")
         self.num_replayed = 0  # finished rows that the input asked for
@@ -69,8 +78,11 @@ class Ledger:
         flags = (0 if ok else _FAILED) | (_RETRY if retry else 0)
         self._finished.put(fingerprint(key), offset | min(attempt, _ATTEMPT_MASK) << _OFFSET_BITS | flags)
 
-    def claim(self, base: bytes) -> Claim:
-        """Give the next row with this base key its key, and what the journal holds of it."""
+    def claim(self, base: bytes, source: bytes = b"") -> Claim:
+        """Give the next row with this base key its key, and what the journal holds of it.
+
+        A row that failed is run again once its `source` is another: the message of its error names its old place.
+        """
         mark = fingerprint(base)
         repeats = self._repeats.get(mark)
         if repeats is None:
@@ -79,21 +91,22 @@ class Ledger:
                 self._seen.put(mark)
                 return Claim(base, None)
             if entry is not None and entry >= 0:
-                return self._take(base, entry)
+                return self._take(base, entry, source)
             repeats = 1
         self._repeats.put(mark, repeats + 1)
         key = row_key(base, repeats)
         entry = self._find(key)
-        return Claim(key, None) if entry is None or entry < 0 else self._take(key, entry)
+        return Claim(key, None) if entry is None or entry < 0 else self._take(key, entry, source)
 
-    def _take(self, key: bytes, entry: int) -> Claim:
+    def _take(self, key: bytes, entry: int, source: bytes) -> Claim:
         """Hand out an entry of the journal; it is not there a second time."""
         self._finished.put(fingerprint(key), ~entry)
-        num_attempts = entry >> _OFFSET_BITS & _ATTEMPT_MASK
-        if entry & _RETRY:
+        offset, num_attempts = entry & _OFFSET_MASK, entry >> _OFFSET_BITS & _ATTEMPT_MASK
+        moved = not self._has_source(offset, source)
+        if entry & _RETRY or (moved and entry & _FAILED):
             return Claim(key, None, num_attempts)
         self.num_replayed += 1
-        return Claim(key, entry & _OFFSET_MASK, num_attempts, ok=not entry & _FAILED)
+        return Claim(key, offset, num_attempts, ok=not entry & _FAILED, moved=moved)
 
     def _find(self, key: bytes) -> int | None:
         """The journal's entry of a key; its complement (negative) where the row was claimed already."""

@@ -14,7 +14,7 @@ from typing import Any
 from cbatch.errors import RowError
 from cbatch.io.columns import PREFIX, RESULT_COLUMNS, words_of_row
 from cbatch.io.rows import Row
-from cbatch.jobs.keys import base_key, failed_key
+from cbatch.jobs.keys import base_key, failed_key, row_source
 from cbatch.jobs.ledger import Claim, Ledger
 from cbatch.jobs.params import ParamReader
 from cbatch.jobs.rendering import Rendered, Renderer
@@ -29,6 +29,7 @@ class JobRow:
     """One row of the job: either `rendered` and its parameters, or the `error` that it ends with."""
 
     row: Row
+    source: bytes  # its place and columns, hashed
     claim: Claim
     given: dict[str, object]
     rendered: Rendered | None
@@ -90,7 +91,8 @@ class JobReader:
         if error is not None:
             error, rendered = RowError(error.code, f"{row.location}: {error.message}"), None
             base = failed_key(error, row.columns, self._identity)
-        return JobRow(row, self._ledger.claim(base), given, rendered, error)
+        source = row_source(row.index, row.columns)
+        return JobRow(row, source, self._ledger.claim(base, source), given, rendered, error)
 
 
 def is_like_ours(name: str) -> bool:

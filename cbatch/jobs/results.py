@@ -76,6 +76,7 @@ def finished_entry(
         result |= _logprobs("prompt_", output.prompt_logprobs, decoder)
     head = Head(
         row.claim.key,
+        row.source,
         ok=not failed,
         attempt=row.claim.num_attempts + 1,
         session=session.number,
@@ -92,6 +93,7 @@ def failed_entry(row: JobRow, error: RowError, session: Session) -> Entry:
     """Build the entry of a row that never reached the engine."""
     head = Head(
         row.claim.key,
+        row.source,
         ok=False,
         attempt=row.claim.num_attempts + 1,
         session=session.number,

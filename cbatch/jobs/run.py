@@ -239,8 +239,7 @@ class _JobRun:
         self._writer.write(row.index, partial(failed_entry, row, error, self._checkpoint.session))
 
     def _replay(self, row: JobRow) -> None:
-        assert row.claim.offset is not None
-        self._writer.replay(row.index, row.claim.offset, ok=row.claim.ok)
+        self._writer.replay(row)
 
     def _describe(self, engine: BatchEngine, defaults: dict[str, object]) -> None:
         """Say what was decided, and keep it in the journal for whoever finishes the job."""

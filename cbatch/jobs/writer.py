@@ -9,10 +9,11 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cbatch.jobs.journal import SYNC_INTERVAL_S, Entry, Journal
+from cbatch.jobs.reader import JobRow
 from cbatch.jobs.rowindex import RowIndex
 
 MAX_QUEUED = 1024  # finished rows on their way to the disk; then their makers wait
@@ -36,6 +37,7 @@ class Writer:
 
     def __init__(self, journal: Journal, index: RowIndex) -> None:
         self._journal = journal
+        self._reader = journal.reader()
         self._index = index
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_QUEUED)
         self._thread = threading.Thread(target=self._run, name="cbatch-writer", daemon=True)
@@ -47,9 +49,9 @@ class Writer:
         """Hand in a finished row; `make_entry` runs on the writer's thread."""
         self._queue.put(lambda: self._write(row, make_entry()))
 
-    def replay(self, row: int, offset: int, *, ok: bool) -> None:
+    def replay(self, row: JobRow) -> None:
         """Hand in a row that the journal has already."""
-        self._queue.put(lambda: self._replay(row, offset, ok))
+        self._queue.put(lambda: self._replay(row))
 
     def note(self, session: int, facts: dict[str, Any]) -> None:
         """Hand in what a session says of itself."""
@@ -90,9 +92,15 @@ class Writer:
         self._index.set(row, self._journal.append(entry))
         self._count(ok=entry.head.ok)
 
-    def _replay(self, row: int, offset: int, ok: bool) -> None:
-        self._index.set(row, offset)
-        self._count(ok=ok, replayed=True)
+    def _replay(self, row: JobRow) -> None:
+        offset = row.claim.offset
+        assert offset is not None
+        if row.claim.moved:  # the answer is the same, what the output shows of the input is not
+            entry = self._reader.read(offset)
+            head, result = replace(entry.head, source=row.source), entry.result | {"row": row.index}
+            offset = self._journal.append(Entry(head, row.row.columns, result))
+        self._index.set(row.index, offset)
+        self._count(ok=row.claim.ok, replayed=True)
 
     def _count(self, *, ok: bool, replayed: bool = False) -> None:
         tally = self.tally

@@ -17,9 +17,8 @@ TEXTS = ["plain", "é漢👍", "a\u2028b\u0085c\x0bd", 'quote " , "columns": {',
 
 
 def entry(number: int, text: str = "text") -> Entry:
-    head = Head(
-        number.to_bytes(16, "big"), ok=number % 2 == 0, attempt=1, session=1, generate_s=1.25, computed_tokens=7
-    )
+    key, source = number.to_bytes(16, "big"), number.to_bytes(8, "big")
+    head = Head(key, source, ok=number % 2 == 0, attempt=1, session=1, generate_s=1.25, computed_tokens=7)
     return Entry(head, {"id": number, "big": 2**70, "text": text}, {"row": number, "completion": text, "error": None})
 
 
@@ -49,6 +48,8 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
         assert reader.read(offset) == entry(number, TEXTS[number])
         assert reader.has_key(offset, number.to_bytes(16, "big"))
         assert not reader.has_key(offset, (99).to_bytes(16, "big"))
+        assert reader.has_source(offset, number.to_bytes(8, "big"))
+        assert not reader.has_source(offset, (99).to_bytes(8, "big"))
     journal.close()
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cbatch.errors import RowError
 from cbatch.jobs.compact import FlatTable, PartitionedTable
-from cbatch.jobs.keys import base_key, failed_key, row_key, row_seed
+from cbatch.jobs.keys import base_key, failed_key, row_key, row_seed, row_source
 from cbatch.jobs.ledger import Claim, Ledger
 from cbatch.jobs.rendering import Rendered
 
@@ -89,6 +89,23 @@ def test_a_row_to_retry_is_run_again_and_knows_how_often_it_was() -> None:
     assert ledger.claim(b"a" * 16) == Claim(b"a" * 16, None, 3)
     assert ledger.claim(b"b" * 16) == Claim(b"b" * 16, 2**45, 2)
     assert ledger.claim(b"a" * 16).num_attempts == 0, "the second occurrence never ran"
+
+
+def test_a_row_that_moved_keeps_its_answer_and_runs_again_only_if_it_failed() -> None:
+    ledger = Ledger(2, has_source=lambda _offset, source: source == b"here")
+    ledger.add(b"a" * 16, 7, 1)
+    ledger.add(b"b" * 16, 8, 1)
+    ledger.add(b"c" * 16, 9, 1, ok=False)
+    assert ledger.claim(b"a" * 16, b"here") == Claim(b"a" * 16, 7, 1)
+    assert ledger.claim(b"b" * 16, b"there") == Claim(b"b" * 16, 8, 1, moved=True)
+    assert ledger.claim(b"c" * 16, b"there") == Claim(b"c" * 16, None, 1)
+
+
+def test_the_source_of_a_row_is_its_place_and_all_of_its_columns() -> None:
+    sources = [row_source(0, {"a": 1}), row_source(1, {"a": 1}), row_source(0, {"a": 2}), row_source(0, {"a": 1, "b": 2})]
+    assert len(set(sources)) == len(sources)
+    assert row_source(0, {"a": 1}) == sources[0]
+    assert row_source(0, {"a": "\udc00", "b": float("nan"), "c": b"\xff"})  # whatever a row can hold
 
 
 @given(st.lists(st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 2**63, 2**32]), max_size=200))

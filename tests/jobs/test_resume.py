@@ -62,6 +62,7 @@ def test_moved_and_removed_rows_keep_their_answers(bench: Bench) -> None:
     summary = bench.run()
     assert summary.rows_replayed == 6
     assert [row["id"] for row in bench.rows()] == [9, 8, 7, 6, 5, 4]
+    assert [row["row"] for row in bench.rows()] == [0, 1, 2, 3, 4, 5]
     assert all(row["completion"] == answers[row["id"]] for row in bench.rows())
     assert bench.num_prompts_run == 10
 
@@ -71,6 +72,41 @@ def test_other_columns_of_a_row_are_not_part_of_it(bench: Bench) -> None:
     bench.run()
     bench.write([{"prompt": "b", "note": "x"}])
     assert bench.run().rows_replayed == 0
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
+def test_the_output_shows_the_columns_that_the_input_has_now(bench: Bench, output: str) -> None:
+    bench.output = bench.path / output
+    bench.write(prompts(4, note="x"))
+    bench.run()
+    answers = [row["completion"] for row in bench.rows()]
+    bench.write(prompts(4, note="y", label=1))
+    summary = bench.run()
+    assert (summary.status, summary.rows_replayed, bench.num_prompts_run) == ("done", 4, 4)
+    assert [(row["note"], row["label"]) for row in bench.rows()] == [("y", 1)] * 4
+    assert [row["completion"] for row in bench.rows()] == answers
+    assert bench.run().status == "unchanged"
+
+
+def test_equal_prompts_in_another_order_keep_their_own_ids(bench: Bench) -> None:
+    rows: list[dict[str, Any]] = [{"id": number, "prompt": "same", "temperature": 1.0} for number in range(5)]
+    bench.write(rows)
+    bench.run()
+    answers = [row["completion"] for row in bench.rows()]
+    bench.write(rows[::-1])
+    bench.run()
+    assert [row["id"] for row in bench.rows()] == [4, 3, 2, 1, 0]
+    assert [row["completion"] for row in bench.rows()] == answers, "the first of equal rows has the same seed as before"
+    assert bench.num_prompts_run == 5
+
+
+def test_the_message_of_a_failed_row_names_the_place_where_it_stands_now(bench: Bench) -> None:
+    bench.write(["{}", {"prompt": "never fits"}, "broken"])
+    bench.run()
+    bench.write([*prompts(2), "broken", {"prompt": "never fits"}])
+    bench.run()
+    messages = [row["error"]["message"].partition(": ")[0] for row in bench.rows() if row["error"]]
+    assert [message.rpartition("/")[2] for message in messages] == ["in.jsonl:3", "in.jsonl:4"]
 
 
 @pytest.mark.parametrize(
