@@ -31,7 +31,7 @@ class AtomicFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._target = Path(os.path.realpath(path))
-        self.temporary = self._target.with_name(f".{self._target.name}.partial")
+        self.temporary = temporary_path(self._target)
         with writing(path):
             self.file: BinaryIO = self.temporary.open("wb")
 
@@ -85,28 +85,60 @@ def fsync_directory(directory: Path) -> None:
             raise
 
 
+def temporary_path(target: Path) -> Path:
+    """Return the name that a file has until it is complete."""
+    return target.with_name(f".{target.name}.partial")
+
+
 def check_writable(path: Path) -> None:
     """Write, sync and remove a trial file beside `path`. Raises UsageError and OutputError, before anything costly."""
     target = Path(os.path.realpath(path))
-    if target.is_dir():
-        raise UsageError(f"the output {path} is a directory", hint=f"name a file in it: -o {path}/out.jsonl")
-    if target.exists() and not target.is_file():
-        raise UsageError(f"the output {path} is not a regular file", hint="name a file that can be replaced")
-    if os.path.ismount(target):  # Path.is_mount looks at directories only
-        raise UsageError(f"the output {path} is a mount of its own, not to be replaced", hint="mount its directory")
-    if not target.parent.is_dir():
-        raise UsageError(f"the output's directory {target.parent} does not exist", hint=f"mkdir -p {target.parent}")
-    trial = target.with_name(f".{target.name}.trial-{os.getpid()}")
+    with _trying(path):
+        if target.is_dir():
+            raise UsageError(f"the output {path} is a directory", hint=f"name a file in it: -o {path}/out.jsonl")
+        if target.exists() and not target.is_file():
+            raise UsageError(f"the output {path} is not a regular file", hint="name a file that can be replaced")
+        if os.path.ismount(target):  # Path.is_mount looks at directories only
+            raise UsageError(f"the output {path} is a mount of its own, not to be replaced", hint="mount its directory")
+        check_folder(target.parent, "the output's directory")
+        trial = target.with_name(f".{target.name}.trial-{os.getpid()}")
+        try:
+            with trial.open("wb") as file:
+                file.write(b"trial")
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            trial.unlink(missing_ok=True)
+
+
+def check_folder(folder: Path, role: str) -> None:
+    """Check that a folder is there. Raises UsageError and OutputError."""
+    with _trying(folder):
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{role} {folder} is not a directory", hint="name another one")
+        if not folder.exists():
+            raise UsageError(f"{role} {folder} does not exist", hint=f"mkdir -p {folder}")
+
+
+def check_free(path: Path) -> None:
+    """Check that a file can have this name: that nothing but a regular file has it. Raises UsageError, OutputError."""
+    with _trying(path):
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path} is not a regular file, and a file is to have its name", hint="move it away")
+
+
+@contextmanager
+def _trying(path: Path) -> Iterator[None]:
+    """Raise UsageError for what the user can mend, OutputError for what else fails while `path` is tried."""
     try:
         with writing(path):
-            try:
-                with trial.open("wb") as file:
-                    file.write(b"trial")
-                    file.flush()
-                    os.fsync(file.fileno())
-            finally:
-                trial.unlink(missing_ok=True)
+            yield
     except OutputError as error:
-        if isinstance(error.__cause__, PermissionError):
-            raise UsageError(error.message, hint=f"the directory {target.parent} must be writable") from error
-        raise
+        cause = error.__cause__
+        if isinstance(cause, PermissionError):
+            hint = f"the directory {path.absolute().parent} must be writable"
+        elif isinstance(cause, OSError) and cause.errno == errno.ENAMETOOLONG:
+            hint = "choose a shorter name"
+        else:
+            raise
+        raise UsageError(error.message, hint=hint) from error

@@ -14,8 +14,11 @@ from cbatch.io.streams import STDIN, reading
 def expand(inputs: Sequence[str]) -> list[str]:
     """Replace each pattern by the files that it matches, sorted. A name that exists is itself, whatever is in it.
 
-    Raises UsageError for a pattern without a match and for standard input given twice.
+    Raises UsageError for a pattern without a match and for standard input given twice, InputError for what cannot be
+    looked at.
     """
+    if "" in inputs:
+        raise UsageError("the name of an input is empty")
     names = [name for given in inputs for name in _expand_one(given)]
     if names.count(STDIN) > 1:
         raise UsageError("standard input (-) can be read only once")
@@ -32,12 +35,11 @@ def _expand_one(name: str) -> Iterator[str]:
             return
         with reading(name):
             matches = glob_remote(name)
-    elif Path(name).exists():
-        yield name
-        return
     else:
-        found = glob.glob(name, recursive=True)  # noqa: PTH207 Path.glob takes no absolute pattern
-        matches = [match for match in found if Path(match).is_file()]
+        with reading(name):
+            exists = Path(name).exists()
+            found = glob.glob(name, recursive=True)  # noqa: PTH207 Path.glob takes no absolute pattern
+            matches = [name] if exists else [match for match in found if Path(match).is_file()]
     if not matches:
         raise UsageError(f"no file matches {name}")
     yield from sorted(matches)

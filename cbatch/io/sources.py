@@ -16,7 +16,7 @@ from cbatch.io import csvfile, jsonl
 from cbatch.io.inputs import expand
 from cbatch.io.remote import is_url
 from cbatch.io.rows import Row
-from cbatch.io.streams import ENCODINGS, STDIN, open_binary, read_chunks
+from cbatch.io.streams import ENCODINGS, STDIN, open_binary, read_chunks, reading
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -135,9 +135,11 @@ def _open_part(name: str, split: str | None) -> Part:
         return FilePart(name, JSONL, None)
     if not is_url(name):
         path = Path(name)
-        if path.is_dir() or not path.exists():
+        with reading(name):
+            is_folder, exists, is_file = path.is_dir(), path.exists(), path.is_file()
+        if is_folder or not exists:
             return _open_dataset(path, name, split)
-        if not path.is_file():  # a pipe, whose first bytes can be read only once
+        if not is_file:  # a pipe, whose first bytes can be read only once
             return FilePart(name, JSONL, None)
     form = _format_of(name)
     part = FilePart(name, form, form.schema(name))

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from cbatch.errors import UsageError
+from cbatch.io.atomic import writing
 from cbatch.jobs.journal import Head, Journal
 from cbatch.jobs.ledger import Ledger
 from cbatch.jobs.results import Session
@@ -34,8 +35,9 @@ def open_checkpoint(setup: JobSetup, say: Callable[[str], None]) -> Checkpoint:
     """Open or begin the journal. Raises UsageError for an output that is not this job's, OutputError."""
     job, paths = setup.job, setup.paths
     if job.restart:
-        paths.journal.unlink(missing_ok=True)
-        paths.trace.unlink(missing_ok=True)
+        for path in (paths.journal, paths.trace):
+            with writing(path):
+                path.unlink(missing_ok=True)
     elif paths.output.exists() and not paths.journal.exists():
         raise UsageError(
             f"{paths.output} exists, and there is no journal of it at {paths.journal}",

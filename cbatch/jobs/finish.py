@@ -53,7 +53,7 @@ def finish(
     job, paths = setup.job, setup.paths
     digest = content_digest(layout, index, rows_digest)
     earlier = reporting.read_report(paths.report)
-    is_new = not paths.output.exists() or earlier.get("hashes", {}).get("content") != digest
+    is_new = not paths.output.exists() or reporting.content_of(earlier) != digest
     if is_new:
         totals = Totals(len(index), Targets(job.goodput_ttft, job.goodput_itl))
         assemble(journal, index, layout, totals, tick)
@@ -67,6 +67,9 @@ def finish(
         }
         column = None if layout.openai else layout.names["row"]
         earlier = _report(setup, totals, session, part) | {"row_column": column, "hashes": hashes}
+        reporting.write_report(paths.report, earlier)
+    elif part is not None and earlier.get("shard") != part.as_dict():  # other shards have other rows now
+        earlier["shard"] = part.as_dict()
         reporting.write_report(paths.report, earlier)
     if part is not None:
         mark_success(Path(setup.job.output), part.shard.count)

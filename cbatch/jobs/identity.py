@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cbatch.config import EngineConfig
+from cbatch.errors import UsageError
 
 WHOLE_FILE_BYTES = 64 << 20
 NUM_SAMPLES = 32
@@ -20,7 +21,10 @@ HUB_TIMEOUT_S = 10
 
 
 def identify_model(config: EngineConfig) -> bytes:
-    """Hash what decides over the model's answers: its files or its hub commit, its tokenizer, its arithmetic."""
+    """Hash what decides over the model's answers: its files or its hub commit, its tokenizer, its arithmetic.
+
+    Raises UsageError where its files cannot be read.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for name, revision in ((config.model, config.revision), (config.tokenizer, None)):
         digest.update(_identify(name, revision) if name is not None else b"none")
@@ -32,12 +36,18 @@ def identify_model(config: EngineConfig) -> bytes:
 
 def _identify(name: str, revision: str | None) -> bytes:
     path = Path(name).expanduser()
+    try:
+        if path.is_dir() or path.is_file():
+            return _identify_files(path)
+    except OSError as error:
+        raise UsageError(f"cannot read the model {error.filename}: {error.strerror}") from error
+    return f"hub {name}@{_hub_commit(name, revision)}".encode()
+
+
+def _identify_files(path: Path) -> bytes:
+    files = [path]
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in MODEL_SUFFIXES and file.is_file())
-    elif path.is_file():
-        files = [path]
-    else:
-        return f"hub {name}@{_hub_commit(name, revision)}".encode()
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         size = file.stat().st_size

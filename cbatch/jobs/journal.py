@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from cbatch.errors import OutputError
+from cbatch.errors import OutputError, UsageError
 from cbatch.io import jsonform
 from cbatch.io.atomic import fsync_directory, writing
 
@@ -27,6 +27,7 @@ LINE_BYTES = 1 << 12  # of an entry, at first
 MAX_PENDING_BYTES = 1 << 18
 _CRC = '{"crc": "%08x", '
 _CRC_BYTES = len(_CRC % 0)
+_FIRST_BYTES = _CRC.partition("%")[0].encode()
 _KEY_START = b'"key": "'
 _HEAD_END = b', "columns": '
 _KEY_HEX = 32
@@ -56,8 +57,10 @@ class Head:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Head:
-        """Read what `as_dict` gave."""
+        """Read what `as_dict` gave. Raises KeyError, TypeError and ValueError for anything else."""
         others = {name: values[name] for name in _HEAD_FIELDS}
+        if not all(isinstance(others[name], int) for name in ("ok", "attempt", "session")):
+            raise TypeError
         return cls(bytes.fromhex(values["key"]), bytes.fromhex(values["source"]), **others)
 
 
@@ -101,12 +104,15 @@ class Journal:
         return sum(chunk.count(b"\n") for _, chunk in self._chunks()) + 1
 
     def recover(self, add: Callable[[Head, int], None]) -> Recovery:
-        """Give every whole entry with its offset to `add`, in order, and cut off what a crash left at the end."""
+        """Give every whole entry with its offset to `add`, in order, and cut off what a crash left at the end.
+
+        Raises UsageError, and leaves the file as it is, where that is no journal, or one of another version.
+        """
         num_sessions = num_damaged = good_end = 0
         facts: dict[str, Any] = {}
         complete = True
         for offset, line in self._lines():
-            head = _parse_head(line)
+            head = self._parse_head(line)
             if head is None:
                 num_damaged += bool(line.strip(b"\x00\n"))
                 continue
@@ -117,6 +123,8 @@ class Journal:
                 add(head, offset)
                 num_sessions = max(num_sessions, head.session)
             good_end, complete = offset + len(line), line.endswith(b"\n")
+        if good_end == 0 and not self._may_begin_a_journal():
+            raise UsageError(f"{self.path} is no journal", hint="move it away, or pass --restart to replace it")
         with writing(self.path):
             if good_end != self._size:
                 os.ftruncate(self._file, good_end)
@@ -183,6 +191,29 @@ class Journal:
                 hint="the rows before it are safe; make room and run the same command again to go on",
             ) from error
         self._size += written
+
+    def _may_begin_a_journal(self) -> bool:
+        """Whether the file begins as a journal does, as far as a crash let it."""
+        start = os.pread(self._file, len(_FIRST_BYTES), 0)
+        return not start.strip(b"\x00") or _FIRST_BYTES.startswith(start)
+
+    def _parse_head(self, line: bytes) -> Head | dict[str, Any] | None:
+        """Return an entry's head, what a session wrote down of itself, or None for a line that is not whole."""
+        if not _is_whole(line):
+            return None
+        body = line[_CRC_BYTES:]
+        try:
+            if body.startswith(_KEY_START):
+                return Head.from_dict(json.loads(b"{" + body[: body.index(_HEAD_END)] + b"}"))
+            facts: dict[str, Any] = json.loads(b"{" + body)
+            if isinstance(facts["session"], int):
+                return facts
+        except (KeyError, TypeError, ValueError):
+            pass
+        raise UsageError(
+            f"{self.path} was written by another version of cbatch",
+            hint="finish the job with that one, or pass --restart to run it anew",
+        )
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield offset and bytes of every line, the newline included where there is one."""
@@ -253,14 +284,3 @@ def _is_whole(line: bytes) -> bool:
     """Whether a line, its newline aside, is as it was written."""
     body = line[_CRC_BYTES:]
     return line[:_CRC_BYTES] == (_CRC % zlib.crc32(body if body.endswith(b"\n") else body + b"\n")).encode()
-
-
-def _parse_head(line: bytes) -> Head | dict[str, Any] | None:
-    """Return an entry's head, what a session wrote down of itself, or None for a line that is not whole."""
-    if not _is_whole(line):
-        return None
-    body = line[_CRC_BYTES:]
-    if not body.startswith(_KEY_START):
-        facts: dict[str, Any] = json.loads(b"{" + body)
-        return facts
-    return Head.from_dict(json.loads(b"{" + body[: body.index(_HEAD_END)] + b"}"))

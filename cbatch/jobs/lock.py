@@ -95,7 +95,7 @@ class JobLock:
 
     def _read(self) -> dict[str, Any]:
         """What the holder wrote; nothing where it is new, or its holder died before writing."""
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(os.pread(self._file, 4096, 0))
             if isinstance(value, dict):
                 return value

@@ -6,38 +6,30 @@ there. The merged file appears complete or not at all, with a report that adds t
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import EXIT_OK, InputError, UsageError
 from cbatch.io.atomic import AtomicFile, writing
 from cbatch.io.jsonform import load
 from cbatch.io.sinks import check_output
 from cbatch.jobs.lock import JobLock
+from cbatch.jobs.merged_report import merge_reports
 from cbatch.jobs.paths import JobPaths, errors_path, report_path
 from cbatch.jobs.report import read_report, write_report
 from cbatch.jobs.shards import PARTS_SUFFIX, find_problem, mark_success, part_path, parts_folder
 from cbatch.jobs.stop import Interrupted, Stop, handling_signals
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 INTERRUPTED_EXIT_CODE = 75
-SUMMED = (
-    "rows",
-    "rows_ok",
-    "rows_error",
-    "prompt_tokens",
-    "cached_tokens",
-    "computed_tokens",
-    "recomputed_tokens",
-    "output_tokens",
-    "preemptions",
-    "rows_truncated",
-    "truncated_tokens",
-    "generate_s",
-)
+RUN_AGAIN = "remove it and run that shard again: its finished rows are in its journal"
 _PART_NAME = re.compile(r"part-\d{5}-of-(\d{5})(\.\w+)")
 
 
@@ -71,8 +63,9 @@ def merge_parts(output: str, *, force_unlock: bool = False) -> MergeSummary:
                 raise InputError(problem, hint="run that shard, then merge again")
             parts = [part_path(path, index, count) for index in range(count)]
             mark_success(path, count)
+            report = merge_reports(parts)
             num_rows = _MERGERS[path.suffix.lower()](path, parts, stop.check)
-            write_report(report_path(path), _merged_report(parts))
+            write_report(report_path(path), report)
     except Interrupted as interrupted:
         return MergeSummary(INTERRUPTED_EXIT_CODE, path, reason=str(interrupted))
     return MergeSummary(EXIT_OK, path, count, num_rows)
@@ -98,25 +91,36 @@ def _count_parts(output: Path) -> int:
 
 
 def _merge_jsonl(output: Path, parts: list[Path], tick: Callable[[], None]) -> int:
-    """Copy lines, each of which must be the next row; responses carry no row and are counted."""
+    """Copy lines, each of which must be the next row; responses carry no row and are counted. Raises InputError."""
     num_rows = 0
     with AtomicFile(output) as joined:
         for part in parts:
             report = read_report(report_path(part))
-            expected = num_rows
+            column, expected = report["row_column"], num_rows
             with writing(output), part.open("rb") as file:
                 for line in file:
                     tick()
-                    if report["row_column"] is not None:
-                        _check_row(part, load(line.decode())[report["row_column"]], expected)
+                    columns = _parse(part, line)
+                    if column is not None:
+                        _check_row(part, columns.get(column), expected)
                     expected += 1
                     joined.file.write(line)
-            if expected - num_rows != report["rows"] - (report["rows_error"] if report["row_column"] is None else 0):
-                raise InputError(f"{part} does not hold {report['rows']} rows", hint="run that shard again")
+            _check_count(part, expected - num_rows, report["rows"] - (report["rows_error"] if column is None else 0))
             num_rows += report["rows"]
         joined.commit()
     _merge_error_files(output, parts)
     return num_rows
+
+
+def _parse(part: Path, line: bytes) -> dict[str, Any]:
+    """Read a line of a part, which may have been damaged since it was written. Raises InputError."""
+    value: object = None
+    if line.endswith(b"\n"):
+        with contextlib.suppress(ValueError):
+            value = load(line.decode())
+    if not isinstance(value, dict):
+        raise InputError(f"{part} holds a line that is no row", hint=RUN_AGAIN)
+    return value
 
 
 def _merge_error_files(output: Path, parts: list[Path]) -> None:
@@ -134,30 +138,46 @@ def _merge_error_files(output: Path, parts: list[Path]) -> None:
 
 
 def _merge_parquet(output: Path, parts: list[Path], tick: Callable[[], None]) -> int:
-    """Copy record batches, whose rows must be the next ones."""
+    """Copy record batches, whose rows must be the next ones. Raises InputError."""
     import pyarrow.parquet as pq
 
-    schema = pq.read_schema(parts[0])
+    with _reading_parquet(parts[0]):
+        schema = pq.read_schema(parts[0])
     num_rows = 0
     with AtomicFile(output) as file, writing(output), pq.ParquetWriter(file.file, schema) as writer:
         for part in parts:
-            column = read_report(report_path(part))["row_column"]
-            for batch in _batches(part):
+            report = read_report(report_path(part))
+            first = num_rows
+            for batch in _batches(part, schema):
                 tick()
-                for offset, row in enumerate(batch.column(column).to_pylist()):
-                    _check_row(part, row, num_rows + offset)
-                num_rows += batch.num_rows
+                for row in batch.column(report["row_column"]).to_pylist():
+                    _check_row(part, row, num_rows)
+                    num_rows += 1
                 writer.write_batch(batch)
+            _check_count(part, num_rows - first, report["rows"])
         writer.close()
         file.commit()
     return num_rows
 
 
-def _batches(part: Path) -> Iterator[Any]:
+def _batches(part: Path, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(part) as file:
+    with _reading_parquet(part), pq.ParquetFile(part) as file:
+        if not file.schema_arrow.equals(schema):
+            raise InputError(f"{part} has other columns than the first part", hint=RUN_AGAIN)
         yield from file.iter_batches()
+
+
+@contextlib.contextmanager
+def _reading_parquet(part: Path) -> Iterator[None]:
+    """Turn what is wrong with a part into InputError."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except pa.ArrowException as error:
+        raise InputError(f"{part} is not Parquet, or damaged: {error}", hint=RUN_AGAIN) from error
 
 
 _MERGERS = {".jsonl": _merge_jsonl, ".parquet": _merge_parquet}
@@ -165,21 +185,9 @@ _MERGERS = {".jsonl": _merge_jsonl, ".parquet": _merge_parquet}
 
 def _check_row(part: Path, row: object, expected: int) -> None:
     if row != expected:
-        raise InputError(f"{part} holds row {row} where row {expected} should be", hint="run that shard again")
+        raise InputError(f"{part} holds row {row} where row {expected} should be", hint=RUN_AGAIN)
 
 
-def _merged_report(parts: list[Path]) -> dict[str, Any]:
-    reports = [read_report(report_path(part)) for part in parts]
-    merged: dict[str, Any] = {name: sum(report[name] for report in reports) for name in SUMMED}
-    merged["errors"] = {}
-    for report in reports:
-        for code, number in report["errors"].items():
-            merged["errors"][code] = merged["errors"].get(code, 0) + number
-    seconds = merged["generate_s"]
-    return {
-        **merged,
-        "output_tokens_per_s": merged["output_tokens"] / seconds if seconds > 0 else 0.0,
-        "first_error": next((report["first_error"] for report in reports if report["first_error"]), None),
-        **{name: reports[0][name] for name in ("inputs", "model", "sampling", "seeds", "settings", "versions")},
-        "parts": [{"part": part.name} | report for part, report in zip(parts, reports, strict=True)],
-    }
+def _check_count(part: Path, num_rows: int, expected: int) -> None:
+    if num_rows != expected:
+        raise InputError(f"{part} holds {num_rows} rows where {expected} should be", hint=RUN_AGAIN)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cbatch.errors import UsageError
-from cbatch.io.atomic import check_writable
+from cbatch.io.atomic import check_folder, check_free, check_writable, temporary_path
 from cbatch.io.sinks import check_output
 
 
@@ -37,14 +37,14 @@ class JobPaths:
     def check(self, inputs: Iterable[str]) -> None:
         """Check, by trial, that everything can be written and overwrites no input. Raises UsageError, OutputError."""
         check_output(str(self.output))
-        if not self.journal.parent.is_dir():
-            raise UsageError(
-                f"the checkpoint directory {self.journal.parent} does not exist", hint=f"mkdir -p {self.journal.parent}"
-            )
+        check_folder(self.journal.parent, "the checkpoint directory")
         if self.journal.parent != self.output.parent:
             check_writable(self.journal)
+        beside = (self.report, self.journal, self.lock, self.trace)
+        for path in (*beside, *map(temporary_path, (self.output, self.report))):
+            check_free(path)
         for name in inputs:
-            for path in (self.output, self.report, self.journal, self.lock, self.trace):
+            for path in (self.output, *beside):
                 if _same_file(name, path):
                     raise UsageError(f"the input {name} would be overwritten by this job", hint="name another output")
 

@@ -107,9 +107,15 @@ def read_report(path: Path) -> dict[str, Any]:
     """Return a report as written; {} where there is none that can be read."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return report if isinstance(report, dict) else {}
+
+
+def content_of(report: dict[str, Any]) -> object:
+    """Return the hash of the output's content that a report names; None where it names none."""
+    hashes = report.get("hashes")
+    return hashes.get("content") if isinstance(hashes, dict) else None
 
 
 def _per_second(tokens: int, seconds: float) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cbatch.config import EngineConfig, JobConfig
 from cbatch.errors import UsageError
+from cbatch.io.atomic import writing
 from cbatch.jobs.identity import identify_model
 from cbatch.jobs.keys import hash_text, job_identity
 from cbatch.jobs.opening import RowSetup, prepare_rows
@@ -56,7 +57,8 @@ def prepare(job: JobConfig, engine: EngineConfig) -> JobSetup:
             raise UsageError("--shard needs the rows in the order of the input", hint="leave --order out")
         part = shard.path(job.output)
         JobPaths.of(job.output).check(source.inputs)
-        part.parent.mkdir(exist_ok=True)
+        with writing(part.parent):
+            part.parent.mkdir(exist_ok=True)
         output = str(part)
     paths = JobPaths.of(output, job.checkpoint_dir)
     paths.check(source.inputs)

@@ -121,19 +121,31 @@ def find_problem(output: Path, count: int) -> str | None:
         if not path.exists():
             return f"{path} is missing"
         report = read_report(report_path(path))
-        shard = report.get("shard")
-        if not isinstance(shard, dict):
-            return f"{path} has no report beside it"
         first = first or report
-        own = Shard(index, count, "")
-        expected = Part(own, own.rows(shard["all_rows"]), shard["all_rows"], shard.get("job", ""))
-        if shard != expected.as_dict() or report["rows"] != len(expected.rows):
-            return f"{path} does not hold the rows that part {index} of {count} should"
-        if shard["all_rows"] != first["shard"]["all_rows"]:
-            return f"{path} is of {shard['all_rows']} rows, the first part of {first['shard']['all_rows']}"
-        if shard["job"] != first["shard"]["job"] or report["hashes"]["columns"] != first["hashes"]["columns"]:
-            return f"{path} is of another job than the first part: its input, settings or model differ"
+        try:
+            problem = _find_difference(report, Shard(index, count, ""), first)
+        except (KeyError, TypeError):
+            problem = "has no report beside it"
+        if problem is not None:
+            return f"{path} {problem}"
     return None
+
+
+def _find_difference(report: dict[str, Any], own: Shard, first: dict[str, Any]) -> str | None:
+    """Say what is wrong with a part by its report. Raises KeyError and TypeError where that is none."""
+    shard = report["shard"]
+    expected = Part(own, own.rows(shard["all_rows"]), shard["all_rows"], shard["job"])
+    if shard != expected.as_dict() or report["rows"] != len(expected.rows):
+        return f"does not hold the rows that part {own.index} of {own.count} should"
+    if shard["all_rows"] != first["shard"]["all_rows"]:
+        return f"is of {shard['all_rows']} rows, the first part of {first['shard']['all_rows']}"
+    if (shard["job"], *_columns_of(report)) != (first["shard"]["job"], *_columns_of(first)):
+        return "is of another job than the first part: its input, settings or model differ"
+    return None
+
+
+def _columns_of(report: dict[str, Any]) -> tuple[object, object]:
+    return report["hashes"]["columns"], report["row_column"]
 
 
 def mark_success(output: Path, count: int) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 STUB = [sys.executable, str(ROOT / "tests" / "stub_engine.py")]
@@ -23,6 +26,15 @@ def run_stub(*arguments: str, cwd: Path, **options: Any) -> subprocess.Completed
 def run_job(cwd: Path, *more: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a job over in.jsonl to out.jsonl."""
     return run_stub("run", "in.jsonl", "--model", "model", "-o", "out.jsonl", *more, cwd=cwd, **options)
+
+
+def unprivileged() -> list[str]:
+    """What goes before a command so that file permissions hold for it, whoever runs the tests; else skips the test."""
+    if os.geteuid() != 0:
+        return []
+    if shutil.which("setpriv") is None:
+        pytest.skip("root may read and write anywhere, and setpriv is not there")
+    return ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
 
 
 def shell(script: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from cbatch.cli import app
 from cbatch.errors import EngineError, InputError, UsageError
-from tests.cli.clikit import read_rows, run_job, run_stub, write_input
+from tests.cli.clikit import STUB, TIMEOUT_S, read_rows, run_job, run_stub, unprivileged, write_input
 
 Ending = Callable[..., tuple[int, str, str]]
 ARGUMENTS = ["run", "in.jsonl", "--model", "m", "-o", "out.jsonl"]
@@ -115,6 +116,40 @@ def test_what_only_the_job_can_see_is_told_alike(tmp_path: Path, arguments: list
     assert (done.returncode, done.stdout) == (code, "")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "closed", "code", "message"),
+    [
+        (["in.jsonl", "-o", "out.jsonl"], "in.jsonl", 1, "cannot read in.jsonl: Permission denied"),
+        (["closed/in.jsonl", "-o", "out.jsonl"], "closed", 1, "cannot read closed/in.jsonl: Permission denied"),
+        (["closed/*.jsonl", "-o", "out.jsonl"], "closed", 1, "cannot read closed/*.jsonl: Permission denied"),
+        (["in.jsonl", "-o", "closed/out.jsonl"], "closed", 2, "closed must be writable"),
+        (["in.jsonl", "-o", "out.jsonl", "--checkpoint-dir", "closed"], "closed", 2, "closed must be writable"),
+        (["in.jsonl", "-o", "out.jsonl"], "model", 2, "cannot read the model model"),
+        (["in.jsonl", "-o", "out.jsonl"], "model/config.json", 2, "cannot read the model model/config.json"),
+        (["in.jsonl", "-o", "out.jsonl"], "out.jsonl.journal.jsonl", 1, "journal.jsonl: Permission denied"),
+        (["in.jsonl", "-o", "out.jsonl", "--force-unlock"], ".", 2, "must be writable"),
+    ],
+)
+def test_what_may_not_be_read_or_written_is_one_line(
+    tmp_path: Path, arguments: list[str], closed: str, code: int, message: str
+) -> None:
+    write_input(tmp_path, {"prompt": "hello"})
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "out.jsonl.journal.jsonl").touch()
+    path = tmp_path / closed
+    mode = path.stat().st_mode
+    command = [*unprivileged(), *STUB, "run", *arguments, "--model", "model"]
+    path.chmod(0o500 if closed == "." else 0)
+    try:
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
+    finally:
+        path.chmod(mode)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
     assert not (tmp_path / "out.jsonl").exists()
 
 

@@ -102,7 +102,8 @@ def test_a_row_that_moved_keeps_its_answer_and_runs_again_only_if_it_failed() ->
 
 
 def test_the_source_of_a_row_is_its_place_and_all_of_its_columns() -> None:
-    sources = [row_source(0, {"a": 1}), row_source(1, {"a": 1}), row_source(0, {"a": 2}), row_source(0, {"a": 1, "b": 2})]
+    rows: list[tuple[int, dict[str, object]]] = [(0, {"a": 1}), (1, {"a": 1}), (0, {"a": 2}), (0, {"a": 1, "b": 2})]
+    sources = [row_source(*row) for row in rows]
     assert len(set(sources)) == len(sources)
     assert row_source(0, {"a": 1}) == sources[0]
     assert row_source(0, {"a": "\udc00", "b": float("nan"), "c": b"\xff"})  # whatever a row can hold

@@ -61,6 +61,43 @@ def test_merged_shards_are_the_whole_job(bench: Bench, suffix: str, count: int) 
     assert len(report["parts"]) == count
 
 
+def test_the_merged_report_has_the_figures_of_a_whole_job(bench: Bench) -> None:
+    bench.write(prompts(6))
+    whole = bench.path / "whole.jsonl"
+    bench.run(output=str(whole), goodput_ttft=10.0)
+    other = json.loads((bench.path / "whole.jsonl.report.json").read_text())
+    for index in range(2):
+        bench.run(shard=f"{index}/2", goodput_ttft=10.0)
+    merge_parts(str(bench.output))
+    report = bench.report()
+    own = {"session", "started_at", "output", "output_wait_s", "generation_config", "clock", "host", "slurm", "trace"}
+    own |= {"series", "idle_s", "starved_steps", "drafted_tokens", "accepted_tokens"}
+    assert other.keys() - report.keys() <= own
+    assert report["goodput_tokens_per_s"] > 0
+    assert report["latency"]["ttft_s"]["count"] == 6
+    for name in ("mean", "max"):
+        rows = [row["ttft_s"] for row in bench.rows()]
+        expected = sum(rows) / 6 if name == "mean" else max(rows)
+        assert report["latency"]["ttft_s"][name] == pytest.approx(expected, rel=1e-5)
+    assert all(isinstance(value, str) and value for value in report["hashes"].values())
+    assert report["hashes"].keys() == other["hashes"].keys()
+    assert report["hashes"]["model"] == other["hashes"]["model"]
+
+
+def test_a_shard_whose_rows_stayed_the_same_still_belongs_to_the_changed_job(bench: Bench) -> None:
+    bench.write(prompts(6))
+    for index in range(2):
+        bench.run(shard=f"{index}/2")
+    merge_parts(str(bench.output))
+    content = bench.report()["hashes"]["content"]
+    bench.write([*prompts(5), {"prompt": "another"}])
+    assert [bench.run(shard=f"{index}/2").status for index in range(2)] == ["unchanged", "done"]
+    merge_parts(str(bench.output))
+    assert bench.num_prompts_run == 7
+    assert [row["prompt"] for row in bench.rows()][5] == "another"
+    assert bench.report()["hashes"]["content"] != content
+
+
 def test_every_part_has_the_schema_of_the_whole(bench: Bench) -> None:
     import pyarrow.parquet as pq
 
@@ -122,19 +159,67 @@ def break_part(folder: Path, what: str) -> None:
         part.write_bytes(b"".join(lines[::-1]))
     elif what == "another job's":
         (folder / "part-00000-of-00004.jsonl").write_bytes(b"")
+    elif what == "a torn line":
+        part.write_bytes(b"".join(lines)[:-20])
+    elif what == "no last newline":
+        part.write_bytes(b"".join(lines)[:-1])
+    elif what == "a line of something else":
+        part.write_bytes(b"".join([b"[]\n", *lines[1:]]))
+    elif what == "bytes that are no text":
+        part.write_bytes(b"".join([b"\xff\n", *lines[1:]]))
+    elif what == "an odd report":
+        report.write_text('{"shard": {"index": 1, "count": 3, "first_row": 5, "all_rows": "15", "job": ""}}')
+    elif what == "a report without figures":
+        kept = ("shard", "rows", "rows_error", "hashes", "row_column")
+        report.write_text(json.dumps({name: json.loads(report.read_text())[name] for name in kept}))
     elif what == "of more rows":
         text = report.read_text()
         report.write_text(text.replace('"all_rows": 15', '"all_rows": 18').replace('"first_row": 5', '"first_row": 6'))
 
 
 @pytest.mark.parametrize(
-    "what", ["missing", "no report", "a row less", "a row twice", "swapped", "another job's", "of more rows"]
+    "what",
+    [
+        "missing",
+        "no report",
+        "an odd report",
+        "a report without figures",
+        "a row less",
+        "a row twice",
+        "swapped",
+        "a torn line",
+        "no last newline",
+        "a line of something else",
+        "bytes that are no text",
+        "another job's",
+        "of more rows",
+    ],
 )
 def test_parts_that_are_not_one_whole_are_refused_by_name(bench: Bench, what: str) -> None:
     for index in range(3):
         bench.run(shard=f"{index}/3")
     break_part(bench.path / "out.jsonl.parts", what)
-    with pytest.raises(InputError, match=r"part-00001-of-00003|parts of different jobs: of 3, 4"):
+    with pytest.raises(InputError, match=r"part-00001-of-00003|parts of different jobs: of 3, 4|lacks 'rows_ok'"):
+        merge_parts(str(bench.output))
+    assert not bench.output.exists()
+
+
+@pytest.mark.parametrize("what", ["cut", "garbage", "a row less", "no column"])
+def test_damaged_parquet_parts_are_refused_by_name(bench: Bench, what: str) -> None:
+    import pyarrow.parquet as pq
+
+    bench.output = bench.path / "out.parquet"
+    for index in range(3):
+        bench.run(shard=f"{index}/3")
+    part = bench.path / "out.parquet.parts" / "part-00002-of-00003.parquet"
+    table = pq.read_table(part)
+    if what == "cut":
+        part.write_bytes(part.read_bytes()[:-30])
+    elif what == "garbage":
+        part.write_bytes(b"PAR1 and nothing more")
+    else:
+        pq.write_table(table.slice(0, 4) if what == "a row less" else table.drop_columns(["row"]), part)
+    with pytest.raises(InputError, match=r"part-00002-of-00003.*run that shard again"):
         merge_parts(str(bench.output))
     assert not bench.output.exists()
 
