@@ -1,7 +1,20 @@
-"""`python -m cbatch` is `cbatch`."""
+"""The console script, and `python -m cbatch`."""
+
+from __future__ import annotations
 
 import sys
 
-from cbatch.cli.app import main
+from cbatch.errors import EXIT_ABORTED
 
-sys.exit(main())
+
+def main() -> int:
+    """Run the command line; Ctrl-C ends it quietly even before it is there."""
+    try:
+        from cbatch.cli.app import main as command_line
+    except KeyboardInterrupt:
+        return EXIT_ABORTED
+    return command_line()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,6 +16,8 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 75
+EXIT_ABORTED = 130  # as a shell reports a process ended by SIGINT
+EXIT_PIPE = 141  # and by SIGPIPE
 
 
 class CbatchError(Exception):

@@ -301,6 +301,7 @@ def load_from_environment(config: EngineConfig) -> StubEngine:
 
 def run_job_of(text: str) -> int:
     """Run the job that a JSON object spells, say how it ended as JSON on standard output, and return the exit code."""
+    from cbatch.cli.summary import show_summary
     from cbatch.config import JobConfig
     from cbatch.jobs.run import run_job
 
@@ -313,6 +314,8 @@ def run_job_of(text: str) -> int:
     except CbatchError as error:
         sys.stderr.write(f"cbatch: {error}\n")
         return error.exit_code
+    if summary.status == "interrupted":  # the rest is on standard output
+        show_summary(summary, quiet=quiet)
     ended = {"status": summary.status, "rows": summary.rows, "rows_replayed": summary.rows_replayed}
     sys.stdout.write(json.dumps(ended) + "\n")
     return summary.exit_code

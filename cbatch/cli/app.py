@@ -21,10 +21,7 @@ from cbatch.cli.run import run_command
 from cbatch.cli.signature import command_signature, keyword
 from cbatch.cli.simulate import simulate_command
 from cbatch.cli.tune import tune_command
-from cbatch.errors import EXIT_FAILED, CbatchError
-
-EXIT_ABORTED = 130  # as a shell reports a process ended by SIGINT
-EXIT_PIPE = 141  # as a shell reports a process ended by SIGPIPE
+from cbatch.errors import EXIT_ABORTED, EXIT_FAILED, EXIT_PIPE, CbatchError
 
 app = typer.Typer(
     name=PROGRAM,
@@ -164,6 +161,10 @@ def main() -> int:
         return EXIT_PIPE
     except KeyboardInterrupt:
         return EXIT_ABORTED
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        say(f"{where}{error.strerror or error} (run again with --debug to see where)")
+        return EXIT_FAILED
     except Exception as error:
         say(f"internal error, {type(error).__name__}: {error} (run again with --debug to see where)")
         return EXIT_FAILED

@@ -227,7 +227,7 @@ JOB_SETTINGS = (
         name="output",
         target=JobConfig,
         panel=JOB,
-        help="Where the results go: a .jsonl or .parquet file.",
+        help="Where the results go: a .jsonl or .parquet file; - is standard output, with --checkpoint-dir.",
         default="required",
         short="-o",
         metavar="FILE",
@@ -273,7 +273,7 @@ JOB_SETTINGS = (
         name="checkpoint_dir",
         target=JobConfig,
         panel=JOB,
-        help="Folder for the journal from which a job resumes.",
+        help="Folder for the journal from which a job resumes; with -o - for the results as well.",
         default="beside the output",
         metavar="FOLDER",
     ),
@@ -305,7 +305,7 @@ JOB_SETTINGS = (
         bounds=Bounds(0, 255),
         metavar="N",
     ),
-    Setting(name="quiet", target=ConsoleConfig, panel=JOB, help="Print errors only.", short="-q"),
+    Setting(name="quiet", target=ConsoleConfig, panel=JOB, help="Print errors and interruptions only.", short="-q"),
     Setting(
         name="verbose", target=ConsoleConfig, panel=JOB, help="Print more: every setting and its reason.", short="-v"
     ),

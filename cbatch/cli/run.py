@@ -11,6 +11,7 @@ from typing import Any
 from cbatch.cli.config_file import read_evidence
 from cbatch.cli.console import quieten_libraries, say
 from cbatch.cli.run_options import RunOptions, read_options
+from cbatch.cli.stdout import copy_out, with_file
 from cbatch.jobs.spinning import limit_spinning
 from cbatch.tune.evidence import loading_checked, other_work
 
@@ -33,10 +34,15 @@ def _run(options: RunOptions, evidence: dict[str, Any]) -> int:
     """Run the job; `evidence` is what the settings file says of how it came about, where it was tuned."""
     from cbatch.cli.summary import show_summary
     from cbatch.jobs.run import run_job
+    from cbatch.jobs.stop import ignore_signals
 
-    quiet = options.console.quiet
+    quiet, job = options.console.quiet, with_file(options.job)
     load = loading_checked(evidence, _say_nothing if quiet else say) if evidence else None
-    summary = run_job(options.job, options.engine, load_engine=load, quiet=quiet, verbose=options.console.verbose)
+    summary = run_job(job, options.engine, load_engine=load, quiet=quiet, verbose=options.console.verbose)
+    if summary.status == "interrupted":
+        ignore_signals()
+    elif job is not options.job:
+        copy_out(summary.paths.output)
     show_summary(summary, quiet=quiet)
     if not quiet and (note := other_work(evidence, summary.report)) is not None:
         say(note)

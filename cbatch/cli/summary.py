@@ -1,6 +1,6 @@
 """How a job ended, for a person: one line in a log, a small table on a terminal. On standard error. Used by `run`.
 
-Leaves out progress and what is said while a job runs or stops, which are the job's; the full figures are in the report.
+Leaves out progress and what is said while a job runs, which are the job's; the full figures are in the report.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from cbatch.cli.console import say, summary_console
+from cbatch.jobs.stop import RESUME_HINT
 from cbatch.units import format_bytes
 
 if TYPE_CHECKING:
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
 
 
 def show_summary(summary: JobSummary, *, quiet: bool) -> None:
-    """Say how a job ended; where quiet, only what went wrong."""
-    if summary.status == "unchanged" and not quiet:
+    """Say how a job ended; where quiet, only what went wrong, and that it is to be resumed."""
+    if summary.status == "interrupted":
+        safe = f": {_count(summary.rows, 'finished row')} safe" if summary.rows else ""
+        say(f"stopped by {summary.reason}{safe}; {RESUME_HINT}")
+    elif summary.status == "unchanged" and not quiet:
         say(f"{summary.paths.output} is finished already, nothing was done; --restart runs it again")
     elif summary.status == "done" and not quiet:
         if sys.stderr.isatty():

@@ -7,10 +7,11 @@ Leaves out the summary at the end, which is the command line's.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -155,6 +156,28 @@ class Progress:
             yield
         except (OSError, ValueError):
             self._stream = None
+
+
+class _SayingHandler(logging.Handler):
+    """Hands what is logged to a function that says it."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(record.getMessage())
+
+
+@contextlib.contextmanager
+def saying_warnings(say: Callable[[str], None]) -> Iterator[None]:
+    """Have the warnings of all of cbatch said by `say`, which knows of bars and of quiet, and by nobody else."""
+    logger, handler = logging.getLogger("cbatch"), _SayingHandler(say)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def is_terminal(stream: TextIO) -> bool:

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Collection
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain, islice
@@ -32,14 +32,14 @@ from cbatch.jobs.loop import BatchEngine, StepLoop, check_errors
 from cbatch.jobs.opening import OpenRows, open_rows
 from cbatch.jobs.params import check_model_defaults
 from cbatch.jobs.paths import JobPaths
-from cbatch.jobs.progress import Progress
+from cbatch.jobs.progress import Progress, saying_warnings
 from cbatch.jobs.prompts import PromptEncoder
 from cbatch.jobs.reader import JobReader, JobRow
 from cbatch.jobs.results import failed_entry
 from cbatch.jobs.rowindex import RowIndex
 from cbatch.jobs.setup import JobSetup, prepare
 from cbatch.jobs.shards import Part
-from cbatch.jobs.stop import RESUME_HINT, Interrupted, Stop, handling_signals
+from cbatch.jobs.stop import Interrupted, Stop, handling_signals
 from cbatch.jobs.survey import Survey, survey
 from cbatch.jobs.trace import tracing
 from cbatch.jobs.writer import Writer
@@ -52,7 +52,10 @@ AHEAD = 2  # rows tokenised ahead, in batches of the engine
 
 @dataclass(frozen=True, slots=True)
 class JobSummary:
-    """How a job ended. `report` is what `OUT.report.json` holds; {} where the job was interrupted."""
+    """How a job ended. `report` is what `OUT.report.json` holds; {} where the job was interrupted.
+
+    The `rows` of a job that was interrupted are those that are finished and safe.
+    """
 
     status: Literal["done", "unchanged", "interrupted"]
     exit_code: int
@@ -124,6 +127,7 @@ class _JobRun:
         with self._resources:
             self._lock = self._resources.enter_context(lock)
             self._resources.callback(self._progress.close)
+            self._resources.enter_context(saying_warnings(self._progress.say))
             self._checkpoint: Checkpoint = open_checkpoint(self._setup, self._progress.say)
             self._resources.callback(self._checkpoint.journal.close)
             self._resources = self._resources.pop_all()
@@ -143,9 +147,8 @@ class _JobRun:
             self._index = RowIndex(self._part.rows.start if self._part is not None else 0)
             self._writer = Writer(self._checkpoint.journal, self._index)
         except Interrupted as interrupted:
-            return JobSummary(
-                "interrupted", self._job.interrupted_exit_code, self._setup.paths, reason=str(interrupted)
-            )
+            code, paths, rows = self._job.interrupted_exit_code, self._setup.paths, self._num_recovered
+            return JobSummary("interrupted", code, paths, rows, reason=str(interrupted))
         try:
             own = self._part.rows if self._part is not None else None
             reader = JobReader(opened.rows, opened.interpret, self._checkpoint.ledger, self._setup.identity, own)
@@ -317,9 +320,8 @@ class _JobRun:
         )
 
     def _interrupted(self, reason: str) -> JobSummary:
-        num_rows = max(self._writer.tally.num_rows, self._num_recovered)
-        self._progress.say(f"stopped by {reason}: {num_rows} finished rows are safe; {RESUME_HINT}")
-        return self._summary("interrupted", self._job.interrupted_exit_code, {}, reason)
+        summary = self._summary("interrupted", self._job.interrupted_exit_code, {}, reason)
+        return replace(summary, rows=max(summary.rows, self._num_recovered))
 
     def _summary(
         self,

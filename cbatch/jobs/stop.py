@@ -90,6 +90,12 @@ def handling_signals(stop: Stop, *, grace_s: float, exit_code: int) -> Iterator[
                 signal.signal(number, before[number] or signal.SIG_DFL)
 
 
+def ignore_signals() -> None:
+    """Let nothing that still comes change how a process ends that has said how it does."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
 def _watching(stop: Stop, grace_s: float, exit_code: int) -> Iterator[None]:
     """Run the watcher. Signals reach it through a socket, even while the main thread runs no Python code."""
@@ -112,19 +118,25 @@ def _watching(stop: Stop, grace_s: float, exit_code: int) -> Iterator[None]:
 def _watch(signals: socket.socket, stop: Stop, grace_s: float, exit_code: int) -> None:
     """Ask for a stop before the Slurm job ends; after any request, end the process where it does not end in time."""
     deadline = _slurm_deadline(grace_s)
-    stopping: str | None = None  # the signal that asked for it
+    patience = [
+        grace_s + EXIT_MARGIN_S,
+        EXIT_MARGIN_S,
+        0.0,
+    ]  # seconds left after the first, second and third signal
+    received: list[str] = []
     while True:
-        timeout = None if deadline is None else max(0.0, deadline - time.time())
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready, _, _ = select.select([signals], [], [], timeout)
         if ready:
-            received = signals.recv(1)
-            if not received:
+            number = signals.recv(1)
+            if not number:
                 return
-            if received[0] in SIGNALS and stopping is None:
-                stopping, deadline = signal.Signals(received[0]).name, time.time() + grace_s + EXIT_MARGIN_S
-        elif stopping is not None:
+            if number[0] in SIGNALS and patience:
+                received.append(signal.Signals(number[0]).name)
+                deadline = time.monotonic() + patience.pop(0)
+        elif received:
             with contextlib.suppress(OSError):
-                os.write(2, f"cbatch: stopped by {stop.reason or stopping}; {RESUME_HINT}\n".encode())
+                os.write(2, f"cbatch: stopped by {stop.reason or received[0]}; {RESUME_HINT}\n".encode())
             os._exit(exit_code)
         else:
             stop.reason = f"the end of the Slurm job ({END_TIME_VARIABLE})"
@@ -133,6 +145,6 @@ def _watch(signals: socket.socket, stop: Stop, grace_s: float, exit_code: int) -
 
 
 def _slurm_deadline(grace_s: float) -> float | None:
-    """The moment at which a drain must begin, in seconds since the epoch."""
+    """The moment at which a drain must begin, in monotonic seconds: the machine's clock may be set meanwhile."""
     end = os.environ.get(END_TIME_VARIABLE, "")
-    return float(end) - grace_s - EXIT_MARGIN_S if end.isdigit() else None
+    return time.monotonic() + float(end) - time.time() - grace_s - EXIT_MARGIN_S if end.isdigit() else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +13,9 @@ import pytest
 
 from cbatch.cli import app
 from cbatch.errors import EngineError, InputError, UsageError
-from tests.cli.clikit import STUB, TIMEOUT_S, read_rows, run_job, run_stub, unprivileged, write_input
+from cbatch.jobs.paths import JobPaths
+from cbatch.jobs.run import JobSummary
+from tests.cli.clikit import ROOT, STUB, TIMEOUT_S, read_rows, run_job, run_stub, unprivileged, write_input
 
 Ending = Callable[..., tuple[int, str, str]]
 ARGUMENTS = ["run", "in.jsonl", "--model", "m", "-o", "out.jsonl"]
@@ -73,6 +77,7 @@ def test_a_usage_mistake_is_one_line_and_exit_code_2(ending: Ending, arguments: 
         (InputError("in.jsonl vanished"), 1),
         (EngineError("the device was lost"), 1),
         (MemoryError("no room"), 1),
+        (PermissionError(13, "Permission denied", "in.jsonl"), 1),
         (RuntimeError("two\nlines\tof\x1b[31m it"), 1),
         (KeyboardInterrupt(), 130),
     ],
@@ -174,3 +179,24 @@ def test_a_finished_job_says_so_and_does_nothing(tmp_path: Path) -> None:
     assert again.returncode == 0
     assert "is finished already" in again.stderr
     assert (tmp_path / "out.jsonl").stat().st_mtime_ns == before
+
+
+def test_ctrl_c_is_quiet_even_before_the_program_is_there(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "cbatch", "--help"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_signals_after_the_last_line_change_no_exit_code(ending: Ending, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(signal, "signal", lambda number, handler: asked.append(number) if handler else None)
+
+    def job(*_arguments: object, **_options: object) -> JobSummary:
+        return JobSummary("interrupted", 75, JobPaths.of("out.jsonl"), 3, reason="SIGTERM")
+
+    code, out, err = ending(*ARGUMENTS, "-q", job=job)
+    assert (code, out) == (75, "")
+    assert err == "cbatch: stopped by SIGTERM: 3 finished rows safe; run the same command again to resume\n"
+    assert {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP} <= set(asked)

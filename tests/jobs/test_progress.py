@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pty
 import re
@@ -13,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from cbatch.config import EngineConfig
 from cbatch.jobs.progress import LOG_INTERVAL_S, Progress, Snapshot
 from tests.jobs.jobkit import Bench, prompts
 from tests.jobs.test_signals import Process
+from tests.stub_engine import StubEngine
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -154,6 +157,19 @@ def test_a_stream_that_fails_is_left_alone(error: type[Exception]) -> None:
     for _ in range(3):
         progress.update(lambda: snapshot(1))
     progress.close()
+
+
+def test_warnings_of_the_engine_are_said_as_all_else_is(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    def load(config: EngineConfig) -> StubEngine:
+        logging.getLogger("cbatch.models.load").warning("one %s\ntwo", 1)
+        return StubEngine(config)
+
+    bench.load = load  # type: ignore[method-assign]
+    bench.run(quiet=False)
+    assert "cbatch: one 1 two\n" in capsys.readouterr().err
+    bench.run(quiet=True, restart=True)
+    assert capsys.readouterr().err == ""
+    assert logging.getLogger("cbatch").handlers == []
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -179,13 +180,46 @@ def test_a_signal_while_loading_hangs_outside_python(bench: Bench) -> None:
     assert_resumes(bench)
 
 
+def test_the_third_signal_ends_what_hangs_outside_python_at_once(bench: Bench) -> None:
+    bench.write(prompts(5))
+    process = Process(bench, environment={"STUB_LOAD_HANGS": "1"}, grace=3600.0)
+    process.wait_for_line("loading")
+    time.sleep(0.2)
+    for _ in range(3):
+        process.send(signal.SIGINT)
+        time.sleep(0.1)
+    code, errors = process.end()
+    assert code == RESUMABLE
+    assert "stopped by SIGINT; run the same command again to resume" in errors
+    assert_resumes(bench)
+
+
 def test_a_signal_while_waiting_for_standard_input(bench: Bench) -> None:
     process = Process(bench, inputs=["-"])
     process.wait_for(lambda: (bench.path / "out.jsonl.lock").exists())
     time.sleep(0.3)
     process.send(signal.SIGINT)
     process.process.wait(ENDS_S)  # standard input is still open
-    assert process.end()[0] == RESUMABLE
+    assert process.end() == (RESUMABLE, "cbatch: stopped by SIGINT; run the same command again to resume\n")
+
+
+@pytest.mark.parametrize("phase", ["input", "load", "rows"])
+def test_a_quiet_run_that_is_stopped_says_in_one_line_how_to_resume(bench: Bench, phase: str) -> None:
+    bench.write(prompts(100))
+    environment = {"STUB_LOAD_S": "3600"} if phase == "load" else {"STUB_STEP_S": "0.05"}
+    name = "-" if phase == "input" else str(bench.path / "in.jsonl")
+    process = Process(bench, environment=environment, quiet=True, inputs=[name])
+    if phase == "rows":
+        process.wait_for(lambda: process.journalled() >= 8)
+    else:
+        process.wait_for(lambda: (bench.path / "out.jsonl.journal.jsonl").exists())
+        time.sleep(0.3)
+    process.send(signal.SIGTERM)
+    process.process.wait(ENDS_S)
+    code, errors = process.end()
+    assert code == RESUMABLE
+    safe = r": \d+ finished rows safe" if phase == "rows" else ""
+    assert re.fullmatch(f"cbatch: stopped by SIGTERM{safe}; run the same command again to resume\n", errors)
 
 
 def test_a_signal_while_standard_input_stays_silent_in_the_middle(bench: Bench) -> None:
@@ -215,7 +249,7 @@ def test_a_signal_while_the_output_is_put_together(bench: Bench) -> None:
     process.send(signal.SIGTERM)
     code, errors = process.end()
     assert code == RESUMABLE, errors
-    assert "20000 finished rows are safe" in errors
+    assert "stopped by SIGTERM: 20000 finished rows safe; run the same command again to resume\n" in errors
     assert_resumes(bench, at_least=20_000)
 
 
