@@ -20,7 +20,7 @@ from cbatch.engine.cache.manager import CacheLoad, CacheManager
 from cbatch.engine.determinism import row_multiple
 from cbatch.engine.grammar import Grammars
 from cbatch.engine.intake import Intake
-from cbatch.engine.memory import free_memory, is_out_of_memory
+from cbatch.engine.memory import FreeMemory, free_memory, is_out_of_memory
 from cbatch.engine.modes import CHUNKED, MODES, Mode
 from cbatch.engine.observer import Observer, StepRecorder, StepTimes
 from cbatch.engine.output import empty_output, failed_output, finished_output
@@ -28,24 +28,25 @@ from cbatch.engine.plan import EnginePlan, check_config, plan_engine
 from cbatch.engine.request import Prompt, RequestOutput
 from cbatch.engine.runner import ModelRunner
 from cbatch.engine.samples import SampleGroups
-from cbatch.engine.scheduler import FinishedRequest, StepLimits, StepPlan
+from cbatch.engine.speculation import Results
 from cbatch.engine.stats import EngineStats
+from cbatch.engine.step import FinishedRequest, StepLimits, StepPlan
 from cbatch.errors import EngineError, RowError
 from cbatch.models.inspect import inspect_model
 from cbatch.models.load import LoadedModel, load_model
+from cbatch.models.outline import ModelOutline
 from cbatch.models.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 IDLE_SLEEP_S = 0.001  # between looks at a source of prompts that has nothing ready
-WAITING_WINDOW = 2  # requests kept waiting, in batches: enough for the scheduler to look ahead
 
 
 class Runner(Protocol):
     """What computes a step; the engine's tests and simulations bring their own."""
 
-    def run(self, plan: StepPlan) -> list[int | RowError]:
-        """Return a token, or a failure, per request that samples, in plan order."""
+    def run(self, plan: StepPlan) -> list[Results]:
+        """Return tokens or a failure for each request that samples, in plan order."""
 
 
 class Engine:
@@ -55,7 +56,7 @@ class Engine:
         self,
         config: EngineConfig,
         plan: EnginePlan,
-        loaded: LoadedModel,
+        loaded: ModelOutline,
         cache: CacheManager,
         runner: Runner,
         mode: Mode = MODES[CHUNKED],
@@ -75,6 +76,7 @@ class Engine:
             plan.max_batch_tokens,
             plan.max_requests_per_batch,
             max_pages_read=cache.pool.num_usable * cache.pool.pages_per_chunk,
+            max_tokens_with_drafts=plan.speculation,
         )
         self._scheduler = mode.make_scheduler(
             plan.scheduler_type,
@@ -83,7 +85,7 @@ class Engine:
             safety_margin=plan.safety_margin,
             num_host_pages=plan.num_host_pages,
         )
-        self._window = WAITING_WINDOW * plan.max_requests_per_batch
+        self._window = self._scheduler.waiting_batches * plan.max_requests_per_batch
         self._began: float | None = None
         self._recorder: StepRecorder | None = None
 
@@ -167,19 +169,17 @@ class Engine:
         began = time.perf_counter()
         plan = self._scheduler.schedule(began)
         scheduled = time.perf_counter()
-        plan, sampled = self._run(plan)
+        plan, results = self._run(plan)
         ran = time.perf_counter()
         load = self._cache_load(plan)
-        num_generated = sum(
-            not isinstance(result, RowError) and item.request.max_tokens > 0
-            for item, result in zip((item for item in plan.items if item.samples), sampled, strict=True)
-        )
-        finished = self._scheduler.update(plan, sampled, ran)
+        had = [len(item.request.token_ids) for item in plan.items]
+        finished = self._scheduler.update(plan, results, ran)
         ended = time.perf_counter()
         self._began = began if self._began is None else self._began
         self.stats.generate_s = ended - self._began
         self.stats.schedule_s += (scheduled - began) + (ended - ran)
-        self._count(plan, finished, num_generated)
+        self._count(plan, finished)
+        self._count_tokens(plan, had)
         self._count_cache(plan, load, began - self._began)
         if self._recorder is not None:
             times = StepTimes(began, scheduled, ran, ended)
@@ -187,9 +187,9 @@ class Engine:
         outputs = (self._groups.collect(f.request, finished_output(f, ended)) for f in finished)
         return [output for output in outputs if output is not None]
 
-    def _run(self, plan: StepPlan) -> tuple[StepPlan, list[int | RowError]]:
+    def _run(self, plan: StepPlan) -> tuple[StepPlan, list[Results]]:
         """Compute a step, a smaller one each time that memory runs out; give what ran. Raises EngineError."""
-        while (sampled := self._try(plan)) is None:
+        while (results := self._try(plan)) is None:
             self.stats.out_of_memory_steps += 1
             if self._scheduler.limits.max_batch_tokens == 1:
                 raise EngineError(
@@ -201,9 +201,9 @@ class Engine:
                 "memory ran out in a step; from here on a step has at most %d tokens",
                 self._scheduler.limits.max_batch_tokens,
             )
-        return plan, sampled
+        return plan, results
 
-    def _try(self, plan: StepPlan) -> list[int | RowError] | None:
+    def _try(self, plan: StepPlan) -> list[Results] | None:
         """Compute a step, or give None where memory runs out.
 
         The error ends here, and with it its traceback, whose frames hold the step's tensors.
@@ -230,7 +230,7 @@ class Engine:
                 output = self._groups.collect(request, empty_output(request))
         return output
 
-    def _count(self, plan: StepPlan, finished: Sequence[FinishedRequest], num_generated: int) -> None:
+    def _count(self, plan: StepPlan, finished: Sequence[FinishedRequest]) -> None:
         stats = self.stats
         stats.steps += 1
         stats.num_running = len(self._scheduler.active)
@@ -239,7 +239,6 @@ class Engine:
         stats.restores += plan.moves.num_restores
         stats.soft_resets += plan.moves.num_soft_resets
         stats.preemptions += plan.moves.num_offloads + plan.moves.num_soft_resets
-        stats.output_tokens += num_generated
         stats.cache_usage = self._cache.usage
         for request in (f.request for f in finished):
             if request.sample == 0:  # a prompt counts once
@@ -248,10 +247,19 @@ class Engine:
             stats.computed_tokens += request.computed_tokens
             stats.recomputed_tokens += request.recomputed_tokens
 
+    def _count_tokens(self, plan: StepPlan, had: Sequence[int]) -> None:
+        """Count what the step's requests, which `had` so many tokens, got by it."""
+        for item, num_tokens in zip(plan.items, had, strict=True):
+            num_new = len(item.request.token_ids) - num_tokens
+            self.stats.output_tokens += num_new
+            self.stats.drafted_tokens += len(item.drafts)
+            self.stats.accepted_tokens += max(0, num_new - 1)
+
     def _cache_load(self, plan: StepPlan) -> CacheLoad:
-        """Look at the cache while the step's blocks are all in use, and its tokens in them."""
+        """Look at the cache while the step's blocks are all in use, and its tokens in them, drafts left out."""
         filled = {request: request.num_computed_tokens for request in self._scheduler.active}
-        filled |= {item.request: item.num_computed_before + item.num_tokens for item in plan.items}
+        for item in plan.items:
+            filled[item.request] = item.num_computed_before + item.num_tokens - len(item.drafts)
         return self._cache.load(filled)
 
     def _count_cache(self, plan: StepPlan, load: CacheLoad, at_s: float) -> None:
@@ -279,11 +287,18 @@ class Engine:
         self.stats.idle_s += time.perf_counter() - began if self._began is not None else 0.0
 
 
-def plan_over(loaded: LoadedModel, config: EngineConfig, mode: Mode = MODES[CHUNKED]) -> EnginePlan:
-    """Decide the plan of an engine around a model that is in memory already. Raises UsageError."""
+def plan_over(
+    loaded: ModelOutline, config: EngineConfig, mode: Mode = MODES[CHUNKED], memory: FreeMemory | None = None
+) -> EnginePlan:
+    """Decide the plan of an engine around a model that is in memory already, or would leave `memory` free.
+
+    Raises UsageError.
+    """
     check_config(config, loaded.shape)
-    kernels = dispatch.describe_kernels(loaded.device, fixed_order=config.deterministic)
-    return plan_engine(config, loaded, free_memory(loaded.device), kernels, mode)
+    attention = dispatch.choose_attention(
+        loaded.device, loaded.dtype, loaded.shape.head_dim, fixed_order=config.deterministic
+    )
+    return plan_engine(config, loaded, memory or free_memory(loaded.device), attention, mode)
 
 
 class _Exhausted:

@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 
 from cbatch.engine.cache.manager import CacheManager
 from cbatch.engine.request import Request
-from cbatch.engine.scheduler import SCHEDULERS, FifoScheduler, Scheduler, StepLimits, StepPlan
+from cbatch.engine.policies import SCHEDULERS, FifoScheduler
+from cbatch.engine.scheduler import Scheduler
+from cbatch.engine.step import StepLimits, StepPlan
 
 
 class WholePromptScheduler(FifoScheduler):

@@ -12,13 +12,14 @@ from math import lcm
 from typing import TypeVar
 
 import torch
+from cbatch_kernels.dispatch import AttentionChoice
 
 from cbatch.config import EngineConfig
 from cbatch.engine.cache.build import group_layers
 from cbatch.engine.determinism import check_deterministic
 from cbatch.engine.memory import FreeMemory
 from cbatch.engine.modes import CHUNKED, MODES, Mode
-from cbatch.engine.scheduler import SCHEDULERS
+from cbatch.engine.policies import SCHEDULERS
 from cbatch.engine.sizing import (
     StepFootprint,
     block_bytes,
@@ -29,8 +30,8 @@ from cbatch.engine.sizing import (
 )
 from cbatch.errors import DoesNotFitError, UsageError
 from cbatch.models.inspect import ModelShape
-from cbatch.models.load import LoadedModel
 from cbatch.models.machine import choose_device
+from cbatch.models.outline import ModelOutline
 from cbatch.units import GIB, ceil_div, format_bytes
 
 DEFAULT_PAGE_SIZE = 16  # as vLLM's; wastes half a page per request, under 4 % from 200 tokens on
@@ -47,10 +48,15 @@ class DeviceDefaults:
     max_batch_tokens: int
     max_requests_per_batch: int
     max_memory_percent: float
+    max_tokens_with_drafts: int  # a step of so many tokens takes little longer than one of a single token
 
 
-CPU_DEFAULTS = DeviceDefaults(max_batch_tokens=512, max_requests_per_batch=128, max_memory_percent=0.6)
-GPU_DEFAULTS = DeviceDefaults(max_batch_tokens=8192, max_requests_per_batch=1024, max_memory_percent=0.9)
+CPU_DEFAULTS = DeviceDefaults(
+    max_batch_tokens=512, max_requests_per_batch=128, max_memory_percent=0.6, max_tokens_with_drafts=8
+)
+GPU_DEFAULTS = DeviceDefaults(
+    max_batch_tokens=8192, max_requests_per_batch=1024, max_memory_percent=0.9, max_tokens_with_drafts=64
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +79,7 @@ class EnginePlan:
     allow_block_sharing: bool
     cpu_offload_space: float  # GiB
     num_host_pages: int  # that it holds, a page being one layer's
+    speculation: int  # query tokens up to which a step is filled with drafts; 0: never
     deterministic: bool
     attention: str
     reasons: dict[str, str]
@@ -106,7 +113,11 @@ def check_config(config: EngineConfig, shape: ModelShape) -> None:
 
 
 def plan_engine(
-    config: EngineConfig, loaded: LoadedModel, memory: FreeMemory, attention: str, mode: Mode = MODES[CHUNKED]
+    config: EngineConfig,
+    loaded: ModelOutline,
+    memory: FreeMemory,
+    attention: AttentionChoice,
+    mode: Mode = MODES[CHUNKED],
 ) -> EnginePlan:
     """Decide every setting, with `memory` free now that the weights are in. Raises DoesNotFitError."""
     shape, device = loaded.shape, loaded.device
@@ -123,14 +134,14 @@ def plan_engine(
     offload = decided.choose("cpu_offload_space", config.cpu_offload_space or None, 0.0, "off by default")
     host_pages = int(offload * GIB) // page_bytes(shape, loaded.dtype, page_size)
     budget = memory.num_bytes * percent - (offload * GIB if device.type == "cpu" else 0)
-    batch = _plan_batch(config, loaded, decided, defaults, max_model_len, budget)
+    batch = _plan_batch(config, loaded, decided, defaults, max_model_len, budget, attention.gathers)
     largest = replace(batch, max_batch_tokens=mode.largest_step(batch.max_batch_tokens, max_model_len))
     num_blocks = _plan_num_blocks(config, decided, largest, memory, budget)
     scheduler_type = decided.choose("scheduler_type", config.scheduler_type, "fifo", "default")
     margin = SCHEDULERS[scheduler_type].default_safety_margin
     sharing, reason = _decide_sharing(config, shape, max_model_len)
     decided.note("allow_block_sharing", reason)
-    decided.note("attention", "the only implementation for this device")
+    decided.note("attention", attention.reason)
     return EnginePlan(
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(device),
@@ -148,8 +159,9 @@ def plan_engine(
         allow_block_sharing=sharing,
         cpu_offload_space=offload,
         num_host_pages=host_pages,
+        speculation=_plan_speculation(config, decided, defaults, batch),
         deterministic=decided.choose("deterministic", config.deterministic or None, False, "off by default"),
-        attention=attention,
+        attention=attention.name,
         reasons=decided.reasons,
     )
 
@@ -178,6 +190,7 @@ class _Batch:
     max_requests: int
     max_model_len: int
     page_size: int
+    gathers: bool  # attention copies the context
 
     def step(self, num_blocks: int = 0) -> StepFootprint:
         """Give what a step takes, the longest of its contexts being all that so many blocks hold."""
@@ -188,6 +201,7 @@ class _Batch:
             max_batch_tokens=self.max_batch_tokens,
             max_requests=self.max_requests,
             max_context=longest_context(self.shape, self.dtype, cache, self.max_model_len),
+            gathers=self.gathers,
         )
 
     def total(self, num_blocks: int) -> int:
@@ -200,18 +214,19 @@ class _Batch:
 
 def _plan_batch(
     config: EngineConfig,
-    loaded: LoadedModel,
+    loaded: ModelOutline,
     decided: _Decisions,
     defaults: DeviceDefaults,
     max_model_len: int,
     budget: float,
+    gathers: bool,
 ) -> _Batch:
     """Choose the batch's limits: the defaults, halved until a step takes no more than its share of the memory."""
     least_tokens = max(MIN_BATCH_TOKENS, config.max_requests_per_batch or 0)  # each request has one at least
     tokens = config.max_batch_tokens or max(defaults.max_batch_tokens, least_tokens)
     requests = min(config.max_requests_per_batch or defaults.max_requests_per_batch, tokens)
     page_size = config.page_size or DEFAULT_PAGE_SIZE
-    first = batch = _Batch(loaded.shape, loaded.dtype, tokens, requests, max_model_len, page_size)
+    first = batch = _Batch(loaded.shape, loaded.dtype, tokens, requests, max_model_len, page_size, gathers)
     while batch.step().growing > STEP_SHARE * budget:
         if config.max_batch_tokens is None:
             tokens = max(least_tokens, tokens // 2)
@@ -265,6 +280,15 @@ def _plan_num_blocks(
         f"num_blocks {num_blocks} needs {asked}, but {have}, and {step}",
         hint=f"at most {fitting} blocks of {batch.page_size} tokens fit",
     )
+
+
+def _plan_speculation(config: EngineConfig, decided: _Decisions, defaults: DeviceDefaults, batch: _Batch) -> int:
+    """Choose up to how many tokens a step is filled with drafts."""
+    if config.speculation is not None:
+        decided.note("speculation", "given: drafts fill every step" if config.speculation else "given")
+        return batch.max_batch_tokens if config.speculation else 0
+    decided.note("speculation", "drafts fill small steps up to so many tokens, which take little longer than one")
+    return min(defaults.max_tokens_with_drafts, batch.max_batch_tokens)
 
 
 def _decide_sharing(config: EngineConfig, shape: ModelShape, max_model_len: int) -> tuple[bool, str]:

@@ -9,57 +9,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 from cbatch.engine.cache.manager import Admission, CacheManager
-from cbatch.engine.offload import Moves, OffloadManager
+from cbatch.engine.drafting import add_drafts
+from cbatch.engine.offload import OffloadManager
+from cbatch.engine.prefix_groups import PrefixGroupQueue
 from cbatch.engine.request import Request, RequestStatus
+from cbatch.engine.speculation import Results
+from cbatch.engine.step import FinishedRequest, ScheduledRequest, StepLimits, StepPlan
 from cbatch.engine.stopping import Stop
 from cbatch.errors import RowError
-
-
-@dataclass(frozen=True, slots=True)
-class StepLimits:
-    """What one forward pass may hold."""
-
-    max_batch_tokens: int  # query tokens
-    max_requests_per_batch: int
-    max_pages_read: int  # KV pages over all requests and layers, those of shared blocks once for each reader
-
-
-class ScheduledRequest(NamedTuple):  # made for every request of every step, which dataclasses are slow at
-    """A request's share of a step: its next `num_tokens` uncomputed tokens."""
-
-    request: Request
-    num_tokens: int
-    num_computed_before: int
-    num_pages_read: int = 0
-
-    @property
-    def samples(self) -> bool:
-        """Tell whether the step computes the request's last token, whose logits give the next one."""
-        return self.num_computed_before + self.num_tokens == self.request.num_tokens
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One forward pass: written by `schedule`, read by the batch builder and by `update`."""
-
-    items: list[ScheduledRequest] = field(default_factory=list)
-    num_tokens: int = 0
-    num_decode_tokens: int = 0  # of these, the ones of requests that generate
-    num_logits: int = 0  # rows of logits; one for each request, sampling or not, but for prompts that are scored
-    num_pages_read: int = 0
-    moves: Moves = field(default_factory=Moves)  # carried out before the forward pass
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRequest:
-    """A request that left in `update`, and why."""
-
-    request: Request
-    outcome: Stop | RowError
 
 
 class Scheduler(ABC):
@@ -70,6 +30,7 @@ class Scheduler(ABC):
     """
 
     default_safety_margin: float
+    waiting_batches = 2  # requests kept waiting, in batches: enough to look ahead
 
     def __init__(
         self, cache: CacheManager, limits: StepLimits, *, safety_margin: float = 0.0, num_host_pages: int = 0
@@ -78,12 +39,16 @@ class Scheduler(ABC):
         self.limits = limits
         self.offload = OffloadManager(cache, num_host_pages)
         self._safety_margin = safety_margin  # share of the cache that is kept from new requests
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[Request] | PrefixGroupQueue = deque()
         self.active: list[Request] = []  # in the order in which they were admitted
 
     @abstractmethod
     def order_active(self) -> Iterable[Request]:
         """Give the active requests in the order in which they get the step's budget."""
+
+    def expected_tokens(self, request: Request) -> int:
+        """Count the tokens for which an admitted request is given room beforehand: those that it has."""
+        return request.num_tokens
 
     def may_join(self, plan: StepPlan) -> bool:
         """Tell whether one more waiting request may join in the step of `plan`, limits and cache aside."""
@@ -108,7 +73,9 @@ class Scheduler(ABC):
     def drop_waiting(self) -> list[Request]:
         """Forget and return the requests that were never scheduled."""
         dropped = [r for r in self.waiting if r.scheduled_at is None]
-        self.waiting = deque(r for r in self.waiting if r.scheduled_at is not None)
+        kept = [r for r in self.waiting if r.scheduled_at is not None]
+        self.waiting.clear()
+        self.waiting.extendleft(reversed(kept))
         return dropped
 
     def abandon(self) -> None:
@@ -124,9 +91,11 @@ class Scheduler(ABC):
         """Choose the next step; `now` in monotonic seconds. Empty only if there is no work."""
         plan = StepPlan()
         starved = self._schedule_requests(self.order_active(), plan)
-        # What starves needs the blocks more than what waits.
+        # What starves needs the blocks more than what waits, and both more than drafts.
         if not starved and self.waiting:
             self._admit_waiting(plan)
+        if not starved and plan.num_tokens < self.limits.max_tokens_with_drafts:
+            add_drafts(plan, self.limits, self.cache, len(self.active))
         while starved:
             # Where a batch stands, only the starved move: those in it keep their cache.
             self._move_out_newest(set(starved if plan.items else self.active), plan)
@@ -151,19 +120,19 @@ class Scheduler(ABC):
                 self._put(smaller, share)
         return smaller
 
-    def update(self, plan: StepPlan, sampled: Sequence[int | RowError], now: float) -> list[FinishedRequest]:
-        """Book the step's results; `sampled` holds one token or failure per request that samples, in plan order."""
+    def update(self, plan: StepPlan, results: Sequence[Results], now: float) -> list[FinishedRequest]:
+        """Book the step's results: tokens or a failure for each request that samples, in plan order."""
         finished: list[FinishedRequest] = []
-        results = iter(sampled)
+        left = iter(results)
         for item in plan.items:
             request = item.request
-            samples = item.samples
-            self._book_computed(item)
-            if not samples:
+            if not item.num_results:
+                self._book_computed(item, item.num_tokens)
                 request.status = RequestStatus.PREFILLING
                 continue
-            result = next(results)
-            outcome = result if isinstance(result, RowError) else self._append_token(request, result, now)
+            outcome, num_taken = self._take(request, next(left), now)
+            # Each token but the last was a draft, and has its KV: what is behind them is overwritten by what comes.
+            self._book_computed(item, item.num_tokens - len(item.drafts) + num_taken - 1)
             if outcome is None:
                 request.status = RequestStatus.DECODING
             else:
@@ -199,7 +168,9 @@ class Scheduler(ABC):
             if self.active and 1.0 - self.cache.usage < self._safety_margin:
                 break
             request = self.waiting[0]
-            admission = self.cache.admit(request, reserved)
+            # Alone it may run, whatever is expected of it: it is known to fit.
+            num_tokens = self.expected_tokens(request) if self.active else request.num_tokens
+            admission = self.cache.admit(request, reserved, num_tokens)
             if admission is Admission.NO_ROOM:
                 break
             self.waiting.popleft()
@@ -214,7 +185,7 @@ class Scheduler(ABC):
                 extended = self.cache.extend(request, share.num_computed_before + share.num_tokens)
                 assert extended, "admitted without room"
                 self._put(plan, share)
-            missing = self.cache.num_missing_blocks(request, request.num_tokens)
+            missing = self.cache.num_missing_blocks(request, self.expected_tokens(request))
             reserved = [r + m for r, m in zip(reserved, missing, strict=True)]
         self.waiting.extendleft(reversed(deferred))
 
@@ -227,11 +198,12 @@ class Scheduler(ABC):
         return decodes, prefills
 
     def _blocks_promised(self) -> list[int]:
-        """Count per allocator the blocks that active requests still need for the tokens that they have."""
+        """Count per allocator the blocks that active requests still need for the tokens expected of them."""
         promised = [0] * len(self.cache.allocators)
         for request in self.active:
-            if len(request.token_ids) > request.num_slots:
-                missing = self.cache.num_missing_blocks(request, request.num_tokens)
+            num_tokens = self.expected_tokens(request)
+            if num_tokens > request.num_slots:
+                missing = self.cache.num_missing_blocks(request, num_tokens)
                 promised = [p + m for p, m in zip(promised, missing, strict=True)]
         return promised
 
@@ -256,7 +228,7 @@ class Scheduler(ABC):
         return ScheduledRequest(request, num_tokens, before, num_pages)
 
     def _put(self, plan: StepPlan, share: ScheduledRequest) -> None:
-        request, num_tokens, _, num_pages = share
+        request, num_tokens, num_pages = share.request, share.num_tokens, share.num_pages_read
         plan.items.append(share)
         plan.num_tokens += num_tokens
         if request.status is RequestStatus.DECODING:
@@ -283,8 +255,9 @@ class Scheduler(ABC):
         request.cached_tokens += max(0, request.num_computed_tokens - request.num_ever_computed)
         request.num_ever_computed = max(request.num_ever_computed, request.num_computed_tokens)
 
-    def _book_computed(self, item: ScheduledRequest) -> None:
-        request, num_tokens, before, _ = item
+    def _book_computed(self, item: ScheduledRequest, num_tokens: int) -> None:
+        """Book `num_tokens` of an item as computed; the drafts among them are the request's own tokens by now."""
+        request, before = item.request, item.num_computed_before
         request.num_computed_tokens = before + num_tokens
         new = max(0, before + num_tokens - request.num_ever_computed)
         request.computed_tokens += new
@@ -292,32 +265,17 @@ class Scheduler(ABC):
         request.num_ever_computed += new
         self.cache.commit(request, before)
 
+    def _take(self, request: Request, results: Results, now: float) -> tuple[Stop | RowError | None, int]:
+        """Give a request its tokens; return what ends it, if anything does, and how many of the results it took."""
+        for count, result in enumerate(results, start=1):
+            outcome = result if isinstance(result, RowError) else self._append_token(request, result, now)
+            if outcome is not None:
+                return outcome, count
+        return None, len(results)
+
     def _append_token(self, request: Request, token_id: int, now: float) -> Stop | None:
         if request.max_tokens == 0:  # its prompt was to be scored, and no more
             return Stop("length")
         request.token_ids.append(token_id)
         request.token_times.append(now)
         return request.stopping.check(token_id, request.num_generated, request.max_tokens)
-
-
-class FifoScheduler(Scheduler):
-    """Active decodes, then active prefills, then waiting requests in arrival order."""
-
-    default_safety_margin = 0.15
-
-    def order_active(self) -> Iterable[Request]:
-        decodes, prefills = self._split_active()
-        return [*decodes, *prefills]
-
-
-class PrefillFirstScheduler(Scheduler):
-    """Prompts that were split are completed before decoding resumes; then waiting requests in arrival order."""
-
-    default_safety_margin = 0.0
-
-    def order_active(self) -> Iterable[Request]:
-        decodes, prefills = self._split_active()
-        return [*prefills, *decodes]
-
-
-SCHEDULERS: dict[str, type[Scheduler]] = {"fifo": FifoScheduler, "prefill_first": PrefillFirstScheduler}

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from cbatch.engine.cache.full import FullAttentionCacheAllocator
 from cbatch.engine.cache.manager import CacheManager
-from cbatch.engine.request import Request
 from cbatch.engine.policies import FifoScheduler, PrefillFirstScheduler
+from cbatch.engine.request import Request
 from cbatch.engine.scheduler import Scheduler
 from cbatch.engine.step import StepPlan
 from cbatch.simulate.cost import CostModel

@@ -17,7 +17,7 @@ from cbatch.cli.options import ALIASES, SETTINGS
 from cbatch.cli.run_options import RunOptions, read_options
 from cbatch.cli.setting import ConsoleConfig, Setting
 from cbatch.config import EngineConfig, JobConfig, SamplingParams
-from cbatch.engine.scheduler import SCHEDULERS
+from cbatch.engine.policies import SCHEDULERS
 from cbatch.errors import UsageError
 from tests.cli.clikit import ROOT
 

@@ -27,6 +27,7 @@ from cbatch.models.inspect import inspect_model
 from cbatch.models.load import LoadedModel, load_model
 from cbatch.units import GIB
 from tests.conftest import ROOT
+from tests.engine.drafts import know
 from tests.engine.reference import Reference, count_near_ties, generate_references
 from tests.tiny_models import WINDOW, build_tiny
 
@@ -39,9 +40,10 @@ FACTORS: dict[str, list[object]] = {
     "pool": ["starving", "tight", "ample"],
     "moves": ["offload", "soft reset", "both"],
     "max_batch_tokens": [3, PAGE_SIZE + 1, ALL],
-    "scheduler_type": ["fifo", "prefill_first"],
+    "scheduler_type": ["fifo", "prefill_first", "offline"],
     "sharing": [True, False],
     "arrival": ["given", "shuffled", "trickled"],
+    "drafts": [False, True],
 }
 FEW_HOST_BLOCKS = 4  # enough for the least that moves out, not for the most
 
@@ -57,11 +59,12 @@ class Case:
     scheduler_type: str
     sharing: bool
     arrival: str
+    drafts: bool = False
 
     def __str__(self) -> str:
         sharing = "sharing" if self.sharing else "alone"
         values = [self.family, self.pool, self.moves, self.max_batch_tokens, self.scheduler_type, sharing, self.arrival]
-        return "-".join(str(value) for value in values)
+        return "-".join(str(value) for value in [*values, *["drafts"] * self.drafts])
 
 
 Combination = tuple[tuple[str, object], ...]
@@ -168,7 +171,8 @@ def make_engine(loaded: LoadedModel, case: Case) -> Engine:
         page_size=PAGE_SIZE,
         num_blocks=num_blocks,
         max_batch_tokens=case.max_batch_tokens,
-        max_requests_per_batch=len(PROMPTS),
+        max_requests_per_batch=len(PROMPTS) * (1 + case.drafts),
+        speculation=case.drafts,
         scheduler_type=case.scheduler_type,
         safety_margin=0.0,
         allow_block_sharing=case.sharing,
@@ -235,19 +239,29 @@ def check_moves(engine: Engine, case: Case) -> None:
         assert stats.recomputed_tokens > 0 or stats.soft_resets == 0
 
 
-@pytest.mark.parametrize("case", PAIRS, ids=str)
-def test_tokens_equal_those_of_generate(family: Callable[[str], Family], case: Case) -> None:
-    engine = make_engine(family(case.family).loaded, case)
-    check(engine, family(case.family).references, case.arrival)
+def check_case(family: Family, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a case; where it drafts, mostly from the references themselves."""
+    know(monkeypatch, [[*p, *r.token_ids] for p, r in zip(PROMPTS, family.references, strict=True)])
+    engine = make_engine(family.loaded, case)
+    check(engine, family.references, case.arrival)
     check_moves(engine, case)
+    stats = engine.stats
+    assert (0 < stats.accepted_tokens < stats.drafted_tokens) if case.drafts else stats.drafted_tokens == 0
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_tokens_equal_those_of_generate(
+    family: Callable[[str], Family], case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_case(family(case.family), case, monkeypatch)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("case", TRIPLES, ids=str)
-def test_tokens_equal_those_of_generate_in_the_wider_draw(family: Callable[[str], Family], case: Case) -> None:
-    engine = make_engine(family(case.family).loaded, case)
-    check(engine, family(case.family).references, case.arrival)
-    check_moves(engine, case)
+def test_tokens_equal_those_of_generate_in_the_wider_draw(
+    family: Callable[[str], Family], case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_case(family(case.family), case, monkeypatch)
 
 
 @pytest.mark.parametrize("name", FACTORS["family"])

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from cbatch_kernels.dispatch import AttentionChoice
 
 from cbatch.config import EngineConfig
 from cbatch.engine.memory import FreeMemory
 from cbatch.engine.plan import EnginePlan, plan_engine
-from cbatch.engine.scheduler import FifoScheduler, StepLimits
+from cbatch.engine.policies import FifoScheduler
 from cbatch.engine.sizing import longest_context, page_bytes, step_footprint
+from cbatch.engine.step import StepLimits
 from cbatch.errors import DoesNotFitError
 from cbatch.models.inspect import ModelShape, inspect_model
 from cbatch.models.load import LoadedModel, load_model
@@ -51,6 +53,9 @@ HYBRID = make_shape(  # Gemma 3 270M
 )
 
 
+ATTENTION = AttentionChoice("an implementation", "a reason", gathers=True)
+
+
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     config = EngineConfig(model=str(build_tiny("llama", tmp_path_factory.mktemp("llama"))), dtype="float32")
@@ -62,7 +67,7 @@ def make_plan(
 ) -> EnginePlan:
     config = EngineConfig(model="tiny", **settings)  # type: ignore[arg-type]
     model = replace(loaded, shape=shape, dtype=torch.bfloat16, device=torch.device(device))
-    return plan_engine(config, model, FreeMemory(int(num_bytes), "available memory"), "an implementation")
+    return plan_engine(config, model, FreeMemory(int(num_bytes), "available memory"), ATTENTION)
 
 
 def taken(plan: EnginePlan, shape: ModelShape) -> float:
@@ -75,6 +80,7 @@ def taken(plan: EnginePlan, shape: ModelShape) -> float:
         max_batch_tokens=plan.max_batch_tokens,
         max_requests=plan.max_requests_per_batch,
         max_context=longest_context(shape, torch.bfloat16, cache, plan.max_model_len),
+        gathers=ATTENTION.gathers,
     )
     return cache + footprint.total
 
@@ -253,5 +259,5 @@ def test_the_default_page_wastes_less_than_four_percent_of_the_cache_on_chat_row
         filled = {request: request.num_computed_tokens for request in scheduler.active}
         filled |= {item.request: item.num_computed_before + item.num_tokens for item in step.items}
         waste.append(scheduler.cache.waste_fraction(filled) or 0.0)
-        scheduler.update(step, [1] * sum(item.samples for item in step.items), 0.0)
+        scheduler.update(step, [[1] for item in step.items if item.num_results], 0.0)
     assert 0.01 < sum(waste) / len(waste) < 0.04

@@ -11,7 +11,8 @@ import pytest
 
 from cbatch.engine.output import failed_output, finished_output
 from cbatch.engine.request import Request, RequestOutput, RequestStatus
-from cbatch.engine.scheduler import FifoScheduler, ScheduledRequest, StepLimits, StepPlan
+from cbatch.engine.policies import FifoScheduler
+from cbatch.engine.step import ScheduledRequest, StepLimits, StepPlan
 from cbatch.errors import RowError
 from tests.engine.fakes import EOS, FakeRunner, Harness, completion, make_cache, make_request, toy_model
 
@@ -446,8 +447,8 @@ def test_each_request_ends_by_its_own_condition() -> None:
 
 def test_an_items_sampling_is_decided_before_its_token_is_appended() -> None:
     request = make_request(0, [1, 2, 3], 1)
-    assert not ScheduledRequest(request, num_tokens=2, num_computed_before=0).samples
-    assert ScheduledRequest(request, num_tokens=2, num_computed_before=1).samples
+    assert not ScheduledRequest(request, num_tokens=2, num_computed_before=0).num_results
+    assert ScheduledRequest(request, num_tokens=2, num_computed_before=1).num_results
 
 
 def test_dropping_what_waits_keeps_what_has_begun() -> None:

@@ -15,7 +15,7 @@ from cbatch.engine.cache.build import build_cache
 from cbatch.engine.engine import Engine, Runner
 from cbatch.engine.modes import MODES
 from cbatch.engine.plan import EnginePlan
-from cbatch.engine.scheduler import SCHEDULERS
+from cbatch.engine.policies import SCHEDULERS
 from cbatch.engine.speculation import Results
 from cbatch.engine.step import StepPlan
 from tests.stub_engine import StubTokenizer

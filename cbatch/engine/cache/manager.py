@@ -70,21 +70,27 @@ class CacheManager:
 
     # Life of a request's blocks
 
-    def admit(self, request: Request, reserved: BlockCounts) -> Admission:
-        """Let `request` join with the blocks of its longest cached prefix, if the rest of its tokens has room.
+    def hash_blocks(self, request: Request) -> Sequence[bytes]:
+        """Give the hashes of the full blocks of `request`, each of all tokens up to its end; none without sharing."""
+        if self._sharing is not None:
+            extend_block_hashes(request.block_hashes, request.token_ids, self._sharing.page_size)
+        return request.block_hashes
+
+    def admit(self, request: Request, reserved: BlockCounts, num_tokens: int | None = None) -> Admission:
+        """Let `request` join with the blocks of its longest cached prefix, if `num_tokens` tokens, by default those that it has, find room.
 
         Raises `num_computed_tokens` to what was matched, where less was computed. `reserved` blocks are promised to
         others. Where the answer is not JOINED nothing has been allocated.
         """
         matched: list[int] = []
         if self._sharing is not None:
-            extend_block_hashes(request.block_hashes, request.token_ids, self._sharing.page_size)
-            matchable = request.block_hashes[: self._num_matchable(request, self._sharing.page_size)]
+            matchable = self.hash_blocks(request)[: self._num_matchable(request, self._sharing.page_size)]
             matched = self._sharing.index.match(matchable)
             is_next_in_flight = len(matched) < len(matchable) and matchable[len(matched)] in self._in_flight
             if is_next_in_flight and not request.host_pages:
                 return Admission.AWAITS_PREFIX
-        needed = [n + r for n, r in zip(self.num_missing_blocks(request, request.num_tokens), reserved, strict=True)]
+        missing = self.num_missing_blocks(request, request.num_tokens if num_tokens is None else num_tokens)
+        needed = [n + r for n, r in zip(missing, reserved, strict=True)]
         if self._sharing is not None:
             needed[0] += self._sharing.num_initialized_among(matched) - len(matched)
         if not self.has_room(needed):
