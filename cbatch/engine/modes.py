@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from cbatch.engine.cache.manager import CacheManager
-from cbatch.engine.request import Request
 from cbatch.engine.policies import SCHEDULERS, FifoScheduler
+from cbatch.engine.request import Request
 from cbatch.engine.scheduler import Scheduler
 from cbatch.engine.step import StepLimits, StepPlan
 

@@ -36,7 +36,7 @@ class OfflineScheduler(Scheduler):
         return [*decodes, *prefills]
 
     def expected_tokens(self, request: Request) -> int:
-        """Count the tokens that a request is expected to have in the cache, to its limit where nothing else is known."""
+        """Count the tokens that a request will have in the cache: to its limit where nothing else is known."""
         most = request.num_prompt_tokens + request.max_tokens - 1  # the last one has no KV
         if request.prompt.sampling.ignore_eos or self._num_ended < CONFIDENT_AFTER:
             return most

@@ -10,8 +10,8 @@ from typing import SupportsIndex
 import pytest
 
 from cbatch.engine.output import failed_output, finished_output
-from cbatch.engine.request import Request, RequestOutput, RequestStatus
 from cbatch.engine.policies import FifoScheduler
+from cbatch.engine.request import Request, RequestOutput, RequestStatus
 from cbatch.engine.step import ScheduledRequest, StepLimits, StepPlan
 from cbatch.errors import RowError
 from tests.engine.fakes import EOS, FakeRunner, Harness, completion, make_cache, make_request, toy_model

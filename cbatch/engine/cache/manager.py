@@ -77,9 +77,9 @@ class CacheManager:
         return request.block_hashes
 
     def admit(self, request: Request, reserved: BlockCounts, num_tokens: int | None = None) -> Admission:
-        """Let `request` join with the blocks of its longest cached prefix, if `num_tokens` tokens, by default those that it has, find room.
+        """Let `request` join with the blocks of its longest cached prefix, if the rest of its tokens has room.
 
-        Raises `num_computed_tokens` to what was matched, where less was computed. `reserved` blocks are promised to
+        Room is needed for `num_tokens`, by default for the tokens that it has. Raises `num_computed_tokens` to what was matched, where less was computed. `reserved` blocks are promised to
         others. Where the answer is not JOINED nothing has been allocated.
         """
         matched: list[int] = []
