@@ -35,6 +35,7 @@ class EngineConfig:
     safety_margin: float | None = None  # share of the cache kept from new requests; 0 disables
     allow_block_sharing: bool | None = None
     cpu_offload_space: float = 0.0  # GiB of host memory for the KV of requests that are moved out
+    speculation: bool | None = None  # drafts of what the prompt says as well; None: in small batches
     deterministic: bool = False  # the same bits whatever the batch
 
 

@@ -18,23 +18,23 @@ from torch import Tensor
 from cbatch.engine.cache.allocator import CacheAllocator
 from cbatch.engine.cache.pool import PADDING_READ_CHUNK, PADDING_WRITE_CHUNK
 from cbatch.engine.logprobs import PromptPart, ScoringBatch, part_of_prompt
-from cbatch.engine.request import Request
+from cbatch.engine.request import NextToken
 from cbatch.engine.sampling import SamplingBatch
-from cbatch.engine.scheduler import ScheduledRequest, StepPlan
+from cbatch.engine.step import ScheduledRequest, StepPlan
 from cbatch.models.attention import AttentionInputs
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step on the device: T query tokens of S sequences, R of which sample."""
+    """One step on the device: T query tokens of S sequences, R of which tell a token each."""
 
     input_ids: Tensor  # int64 [1, T]
     position_ids: Tensor  # int64 [1, T]
     attention: list[AttentionInputs]  # one per attention type, as the allocators
-    logits_indices: Tensor  # int64 [R + P]: the query tokens whose logits are wanted: who samples, then who is scored
+    logits_indices: Tensor  # int64 [R + P]: the query tokens whose logits are wanted: to sample, then to score
     sampling: SamplingBatch
     scoring: ScoringBatch | None
-    result_order: list[int]  # for each sampling request in plan order, its row among the R
+    result_rows: list[range]  # for each request that samples, in plan order, its rows among the R
 
 
 class BatchBuilder:
@@ -54,20 +54,23 @@ class BatchBuilder:
         items = [plan.items[i] for i in order]
         query_lens = np.array([item.num_tokens for item in items], dtype=np.int32)
         starts = np.array([item.num_computed_before for item in items], dtype=np.int64)
-        last_tokens = np.cumsum(query_lens, dtype=np.int64) - 1
+        stops = np.cumsum(query_lens, dtype=np.int64)
         positions = _ragged_positions(starts, query_lens)
-        samples = np.array([item.samples for item in items])
-        rows = {i: row for row, i in enumerate(np.array(order)[samples].tolist())}
-        sampling = [item.request for item in items if item.samples]
-        parts, scored_tokens = _prompt_parts(items, last_tokens - query_lens + 1)
+        num_results = np.array([item.num_results for item in items], dtype=np.int32)
+        ends = np.cumsum(num_results).tolist()
+        rows = {i: range(end - count, end) for i, end, count in zip(order, ends, num_results.tolist(), strict=True)}
+        tokens = [NextToken(item.request, item.drafts[:i]) for item in items for i in range(item.num_results)]
+        parts, scored_tokens = _prompt_parts(items, stops - query_lens)
         return StepInputs(
             input_ids=self._padded(np.concatenate([_step_tokens(item) for item in items]))[None],
             position_ids=self._padded(positions)[None],
             attention=[self._attention(i, items, positions, query_lens) for i in range(len(self._allocators))],
-            logits_indices=self._padded(np.concatenate([last_tokens[samples], *scored_tokens])),
-            sampling=SamplingBatch.build(sampling),
-            scoring=ScoringBatch.build(sampling, parts),
-            result_order=[rows[i] for i, item in enumerate(plan.items) if item.samples],
+            logits_indices=self._padded(
+                np.concatenate([_ragged_positions(stops - num_results, num_results), *scored_tokens])
+            ),
+            sampling=SamplingBatch.build(tokens),
+            scoring=ScoringBatch.build(tokens, parts),
+            result_rows=[rows[i] for i, item in enumerate(plan.items) if item.num_results],
         )
 
     def _attention(
@@ -126,9 +129,8 @@ def _prompt_parts(
 
 
 def _step_tokens(item: ScheduledRequest) -> npt.NDArray[np.int64]:
-    request: Request = item.request
-    start = item.num_computed_before
-    return np.array(request.token_ids[start : start + item.num_tokens], dtype=np.int64)
+    start, num_own = item.num_computed_before, item.num_tokens - len(item.drafts)
+    return np.array([*item.request.token_ids[start : start + num_own], *item.drafts], dtype=np.int64)
 
 
 def _ragged_positions(starts: npt.NDArray[np.int64], lens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

@@ -15,8 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cbatch.engine.grammar import Masks
-from cbatch.engine.request import Request
+from cbatch.engine.grammar import Allowed
+from cbatch.engine.request import NextToken
+from cbatch.errors import RowError
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -39,25 +40,32 @@ class ConstraintMasks:
 
     rows: list[int]
     ending: list[frozenset[int]]  # of each of these rows, tokens that may not come yet unless nothing else may
-    masks: Future[Masks]
+    allowed: Future[Allowed]
 
     @classmethod
-    def build(cls, requests: Sequence[Request]) -> ConstraintMasks | None:
+    def build(cls, tokens: Sequence[NextToken]) -> ConstraintMasks | None:
         """Bring the constraints up to date and begin to fill their masks; None where there are none."""
-        asking = [(row, request) for row, request in enumerate(requests) if request.constraint is not None]
-        constraints = []
-        for _, request in asking:
-            assert request.constraint is not None
-            request.constraint.catch_up(request.token_ids[request.num_prompt_tokens :])
-            constraints.append(request.constraint)
-        if not constraints:
+        rows, ending, asked = [], [], []
+        for row, token in enumerate(tokens):
+            request, constraint = token.request, token.request.constraint
+            if constraint is None:
+                continue
+            constraint.catch_up(request.token_ids[request.num_prompt_tokens :])
+            rows.append(row)
+            ending.append(request.stopping.ending_token_ids if token.must_go_on else frozenset())
+            asked.append((constraint, token.drafts))
+        if not asked:
             return None
-        ending = [r.stopping.ending_token_ids if must_go_on(r) else frozenset() for _, r in asking]
-        return cls([row for row, _ in asking], ending, constraints[0].grammars.start_masks(constraints))
+        return cls(rows, ending, asked[0][0].grammars.start_masks(asked))
+
+    def errors(self) -> dict[int, RowError]:
+        """Say for which rows no token can be found, and why; waits for the masks."""
+        found = zip(self.rows, self.allowed.result().errors, strict=True)
+        return {row: error for row, error in found if error is not None}
 
     def apply(self, logits: Tensor) -> None:
         """Forbid what is not allowed, in place; waits for the masks."""
-        masks = self.masks.result()
+        masks = self.allowed.result().masks
         for row, ending in enumerate(self.ending):
             tokens = np.array(sorted(ending), dtype=np.int64)
             going_on = masks[row].copy()
@@ -84,16 +92,17 @@ class LogitEdits:
     constraints: ConstraintMasks | None
 
     @classmethod
-    def build(cls, requests: Sequence[Request]) -> LogitEdits | None:
-        """Collect what the requests, one a row, ask for; None where that is nothing. Brings histories up to date."""
-        histories = [(row, request) for row, request in enumerate(requests) if request.history is not None]
-        biased = [(row, r.prompt.sampling.logit_bias) for row, r in enumerate(requests) if r.prompt.sampling.logit_bias]
+    def build(cls, tokens: Sequence[NextToken]) -> LogitEdits | None:
+        """Collect what is asked of the tokens, one a row; None where that is nothing. Brings histories up to date."""
+        histories = [(row, token) for row, token in enumerate(tokens) if token.request.history is not None]
+        biases = ((row, token.request.prompt.sampling.logit_bias) for row, token in enumerate(tokens))
+        biased = [(row, bias) for row, bias in biases if bias]
         forbidden = [
-            (row, r.stopping.ending_token_ids)
-            for row, r in enumerate(requests)
-            if must_go_on(r) and r.constraint is None
+            (row, token.request.stopping.ending_token_ids)
+            for row, token in enumerate(tokens)
+            if token.must_go_on and token.request.constraint is None
         ]
-        constraints = ConstraintMasks.build(requests)
+        constraints = ConstraintMasks.build(tokens)
         if not (histories or biased or forbidden or constraints):
             return None
         seen, repetition, penalty = _penalties(histories)
@@ -125,21 +134,17 @@ class LogitEdits:
             self.constraints.apply(logits)
 
 
-def must_go_on(request: Request) -> bool:
-    """Tell whether the next token may not be one that ends the completion."""
-    return request.num_generated < request.prompt.sampling.min_tokens
-
-
-def _penalties(histories: Sequence[tuple[int, Request]]) -> tuple[Places, Floats, Floats]:
+def _penalties(histories: Sequence[tuple[int, NextToken]]) -> tuple[Places, Floats, Floats]:
     if not histories:
         return _places(()), np.empty(0, np.float32), np.empty(0, np.float32)
     token_ids, counts = [], []
-    for _, request in histories:
+    for _, (request, drafts) in histories:
         assert request.history is not None
         request.history.catch_up(request.token_ids)
-        token_ids.append(np.array(request.history.token_ids))
-        counts.append(np.array(request.history.num_generated))
-    params = [request.prompt.sampling for _, request in histories]
+        distinct, generated = request.history.behind(drafts)
+        token_ids.append(np.array(distinct))
+        counts.append(np.array(generated))
+    params = [token.request.prompt.sampling for _, token in histories]
     lens = [len(ids) for ids in token_ids]
     repeated = np.concatenate(counts)
     repetition = np.repeat(np.array([p.repetition_penalty for p in params], np.float32), lens)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -29,7 +30,15 @@ WHITESPACE = (
     r"[ \n]{0,16}"  # between the parts of a JSON text; unbounded, a model can write nothing else until it is cut
 )
 
-Masks = npt.NDArray[np.uint8]  # [requests, ceil(tokens / 8)], a bit a token, the lowest first
+Masks = npt.NDArray[np.uint8]  # [rows, ceil(tokens / 8)], a bit a token, the lowest first
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Which tokens may come next, row by row."""
+
+    masks: Masks
+    errors: list[RowError | None]  # why none can be found, where a grammar is too complex for its limits
 
 
 def is_installed() -> bool:
@@ -49,13 +58,6 @@ class Constraint:
         self.grammars = grammars
         self.matcher = matcher
         self._num_seen = 0
-
-    @property
-    def error(self) -> RowError | None:
-        """Why no token can be found any more, where the grammar is too complex for its limits."""
-        if not self.matcher.is_error():
-            return None
-        return RowError("grammar_failed", f"the grammar cannot be followed further: {_first_line(self.matcher)}")
 
     def catch_up(self, generated: Sequence[int]) -> None:
         """Take the tokens that were generated since; `generated` are all so far."""
@@ -93,17 +95,27 @@ class Grammars:
             matcher = self._compile("choice", " | ".join(json.dumps(choice) for choice in params.choice))
         return Constraint(self, matcher.deep_copy())
 
-    def start_masks(self, constraints: Sequence[Constraint]) -> Future[Masks]:
-        """Begin to find the tokens that may come next, one row a request."""
-        return self._thread.submit(self._fill, constraints)
+    def start_masks(self, asked: Sequence[tuple[Constraint, tuple[int, ...]]]) -> Future[Allowed]:
+        """Begin to find the tokens that may come next, each behind some drafts.
 
-    def _fill(self, constraints: Sequence[Constraint]) -> Masks:
-        masks = np.full((len(constraints), -(-self._num_tokens // 8)), 255, dtype=np.uint8)
-        for row, constraint in enumerate(constraints):
-            filled = np.frombuffer(constraint.matcher.compute_bitmask(), dtype=np.uint8)
-            if not constraint.matcher.is_error():
+        The rows of a request come one after another, each with one draft more than the one before.
+        """
+        return self._thread.submit(self._fill, asked)
+
+    def _fill(self, asked: Sequence[tuple[Constraint, tuple[int, ...]]]) -> Allowed:
+        masks = np.full((len(asked), -(-self._num_tokens // 8)), 255, dtype=np.uint8)
+        errors: list[RowError | None] = []
+        for row, (constraint, drafts) in enumerate(asked):
+            if not drafts:
+                matcher = constraint.matcher
+            else:
+                matcher = matcher.deep_copy() if len(drafts) == 1 else matcher
+                matcher.consume_token(drafts[-1])
+            filled = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            if not matcher.is_error():
                 masks[row] = filled[: masks.shape[1]]
-        return masks
+            errors.append(_failure(matcher) if matcher.is_error() else None)
+        return Allowed(masks, errors)
 
     def _compile_anew(self, kind: str, text: str) -> LLMatcher:
         from llguidance import LLMatcher
@@ -131,6 +143,10 @@ class Grammars:
                 raise RowError("no_grammars", "structured output needs a fast tokenizer and a model with an end token")
             self._tokenizer = LLTokenizer(text, n_vocab=self._num_tokens, eos_token=self._eos_token_ids)
         return self._tokenizer
+
+
+def _failure(matcher: LLMatcher) -> RowError:
+    return RowError("grammar_failed", f"the grammar cannot be followed further: {_first_line(matcher)}")
 
 
 def _first_line(matcher: LLMatcher) -> str:

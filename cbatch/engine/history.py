@@ -27,6 +27,20 @@ class TokenHistory:
             self.num_generated[self._place_of(token_ids[i])] += 1
         self._num_seen = len(token_ids)
 
+    def behind(self, drafts: Sequence[int]) -> tuple[array[int], array[int]]:
+        """Give the distinct tokens and how often each was generated, were `drafts` generated, too."""
+        if not drafts:
+            return self.token_ids, self.num_generated
+        token_ids, counts, new = self.token_ids[:], self.num_generated[:], dict[int, int]()
+        for token_id in drafts:
+            place = self._place.get(token_id, new.get(token_id))
+            if place is None:
+                place = new[token_id] = len(token_ids)
+                token_ids.append(token_id)
+                counts.append(0)
+            counts[place] += 1
+        return token_ids, counts
+
     def _place_of(self, token_id: int) -> int:
         place = self._place.setdefault(token_id, len(self.token_ids))
         if place == len(self.token_ids):

@@ -5,7 +5,7 @@ Called by the model runner for the rows that ask. What comes of it is added to t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cbatch.engine.record import LogprobRecord, TopTokens
-from cbatch.engine.request import Request
+from cbatch.engine.request import NextToken, Request
 
 MAX_SCORED = 2**21  # logits that are scored at a time, which bounds what that takes beside them
 
@@ -50,26 +50,29 @@ class ScoringBatch:
     parts: list[PromptPart]
 
     @classmethod
-    def build(cls, sampling: Sequence[Request], parts: list[PromptPart]) -> ScoringBatch | None:
+    def build(cls, tokens: Sequence[NextToken], parts: list[PromptPart]) -> ScoringBatch | None:
         """Collect who asks for scores; None where nobody does."""
         asking = [
             (row, record)
-            for row, record in enumerate(request.logprobs for request in sampling)
+            for row, record in enumerate(token.request.logprobs for token in tokens)
             if record is not None and record.num_top is not None
         ]
         if not (asking or parts):
             return None
         return cls([row for row, _ in asking], [record for _, record in asking], parts)
 
-    def score(self, logits: Tensor, tokens: Tensor, num_tokens: int) -> None:
+    def score(self, logits: Tensor, tokens: Tensor, num_tokens: int, counted: Collection[int]) -> None:
         """Score by logits [R + the parts' rows, vocab] the chosen `tokens` [R] and the prompts' own.
 
-        The likeliest ones are among the first `num_tokens` ids. Changes the records.
+        Of the R rows those `counted` are scored: the others lie behind drafts that were wrong. The likeliest ones are
+        among the first `num_tokens` ids. Changes the records.
         """
+        asking = [(row, record) for row, record in zip(self.rows, self.records, strict=True) if row in counted]
+        chosen = [row for row, _ in asking]
         num_in_parts = sum(part.count for part in self.parts)
-        rows = torch.tensor([*self.rows, *range(len(tokens), len(tokens) + num_in_parts)], device=logits.device)
+        rows = torch.tensor([*chosen, *range(len(tokens), len(tokens) + num_in_parts)], device=logits.device)
         prompts = torch.tensor([token_id for part in self.parts for token_id in part.token_ids], device=tokens.device)
-        token_ids = torch.cat([tokens[self.rows], prompts.long()])
+        token_ids = torch.cat([tokens[chosen], prompts.long()])
         most, num_top = max(1, MAX_SCORED // logits.shape[-1]), self._num_top()
         pieces = [
             _score(logits[rows[start : start + most]], token_ids[start : start + most], num_top, num_tokens)
@@ -77,7 +80,7 @@ class ScoringBatch:
         ]
         scored = chain.from_iterable(pieces)
         # Only now, when nothing can fail any more: a step that runs out of memory runs again.
-        for record in self.records:
+        for _, record in asking:
             record.add_generated(*next(scored))
         for part in self.parts:
             assert part.request.logprobs is not None

@@ -12,7 +12,8 @@ from typing import Protocol
 
 from cbatch.engine.cache.manager import CacheLoad
 from cbatch.engine.request import Request, RequestStatus
-from cbatch.engine.scheduler import FinishedRequest, Scheduler, StepPlan
+from cbatch.engine.scheduler import Scheduler
+from cbatch.engine.step import FinishedRequest, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,11 @@ class StepRecorder:
         times: StepTimes,
     ) -> None:
         """Tell the observer of a step that is booked."""
-        prefills = ((item.num_tokens, item.num_computed_before) for item in plan.items if item.num_tokens > 1)
+        prefills = (
+            (item.num_tokens, item.num_computed_before)
+            for item in plan.items
+            if item.num_tokens > 1 and not item.drafts
+        )
         record = StepRecord(
             times=times,
             num_requests=len(plan.items),

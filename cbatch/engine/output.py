@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from cbatch.engine.request import Prompt, Request, RequestMetrics, RequestOutput
-from cbatch.engine.scheduler import FinishedRequest
+from cbatch.engine.step import FinishedRequest
 from cbatch.errors import RowError
 
 
@@ -30,7 +30,7 @@ def empty_output(request: Request) -> RequestOutput:
         num_prompt_tokens=request.num_prompt_tokens,
         token_ids=[],
         finish_reason="length",
-        logprobs=None if record is None else record.generated(),
+        logprobs=None if record is None else record.generated(0),
         prompt_logprobs=None if record is None else record.prompt(),
     )
 
@@ -55,7 +55,7 @@ def finished_output(finished: FinishedRequest, now: float) -> RequestOutput:
         text_length=outcome.text_length,
         num_text_tokens=outcome.num_text_tokens,
         text_suffix=outcome.text_suffix,
-        logprobs=None if record is None else record.generated(),
+        logprobs=None if record is None else record.generated(len(generated)),
         prompt_logprobs=None if record is None else record.prompt(),
         metrics=metrics,
     )

@@ -49,13 +49,15 @@ class LogprobRecord:
         self._prompt.append(logprob)
         self._prompt_top.append(top[: self.num_prompt_top])
 
-    def generated(self) -> TokenLogprobs | None:
-        """Give the generated tokens' scores, None where they were not asked for."""
-        return (
-            None
-            if self.num_top is None
-            else TokenLogprobs(self._generated, self._generated_top if self.num_top else None)
-        )
+    def generated(self, num_tokens: int) -> TokenLogprobs | None:
+        """Give the scores of the `num_tokens` that were generated, None where they were not asked for.
+
+        More may have been chosen in the last step: those behind the one that ended the request.
+        """
+        if self.num_top is None:
+            return None
+        top = self._generated_top[:num_tokens] if self.num_top else None
+        return TokenLogprobs(self._generated[:num_tokens], top)
 
     def prompt(self) -> TokenLogprobs | None:
         """Give the prompt's scores, None where they were not asked for."""

@@ -10,12 +10,13 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cbatch.config import SamplingParams
 from cbatch.engine.grammar import Constraint
 from cbatch.engine.history import TokenHistory
 from cbatch.engine.record import LogprobRecord, TokenLogprobs
+from cbatch.engine.speculation import PromptLookup
 from cbatch.engine.stopping import StopCondition
 from cbatch.errors import RowError
 
@@ -95,6 +96,7 @@ class Request:
     history: TokenHistory | None = None  # where penalties need it; written by the sampler
     logprobs: LogprobRecord | None = None  # where they are asked for; written by the model runner
     constraint: Constraint | None = None  # where the output is structured; written by the sampler
+    lookup: PromptLookup | None = None  # where its drafts come from, once there were any
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, as far as needed
     host_pages: list[int] = field(default_factory=list)  # where its KV lies while it is moved out
     num_slots: int = 0  # tokens that its tables have room for
@@ -134,3 +136,24 @@ class Request:
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+
+class NextToken(NamedTuple):
+    """A token that a step is to choose: the one behind a request's tokens and the `drafts` that are put behind those.
+
+    Whether it counts depends on whether the drafts are what is chosen in their places.
+    """
+
+    request: Request
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def position(self) -> int:
+        """Where in prompt and completion it goes."""
+        return len(self.request.token_ids) + len(self.drafts)
+
+    @property
+    def must_go_on(self) -> bool:
+        """Whether it may not be one that ends the completion."""
+        request = self.request
+        return request.num_generated + len(self.drafts) < request.prompt.sampling.min_tokens

@@ -16,8 +16,8 @@ from cbatch.engine.cache.pool import CachePool
 from cbatch.engine.determinism import ROWS_PER_THREAD
 from cbatch.engine.offload import Moves
 from cbatch.engine.sampling import sample
-from cbatch.engine.scheduler import StepPlan
 from cbatch.engine.speculation import Results, accept
+from cbatch.engine.step import StepPlan
 from cbatch.errors import RowError
 from cbatch.models.attention import FULL_ATTENTION, SLIDING_ATTENTION, PagedStep
 from cbatch.models.load import LoadedModel

@@ -25,9 +25,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cbatch.engine.edits import LogitEdits, must_go_on
-from cbatch.engine.request import Request
+from cbatch.engine.edits import LogitEdits
+from cbatch.engine.request import NextToken
 from cbatch.engine.samples import sample_seed
+from cbatch.errors import RowError
 
 MAX_DRAWN = 2**19  # logits that are drawn from at a time: what drawing takes beside them stays within 30 MB
 
@@ -45,13 +46,14 @@ class SamplingBatch:
     edits: LogitEdits | None = None
 
     @classmethod
-    def build(cls, requests: Sequence[Request]) -> SamplingBatch:
-        """Collect what R requests ask for. Brings their histories up to date."""
-        rows = [row for row, request in enumerate(requests) if not _takes_likeliest(request)]
-        asking = [requests[row] for row in rows]
-        params = [request.prompt.sampling for request in asking]
-        seeds = [sample_seed(request.prompt.sampling.seed, request.sample) % 2**64 for request in asking]
-        positions = np.array([request.num_tokens for request in asking], dtype=np.uint64)
+    def build(cls, tokens: Sequence[NextToken]) -> SamplingBatch:
+        """Collect what is asked of R tokens. Brings the histories of their requests up to date."""
+        rows = [row for row, token in enumerate(tokens) if not _takes_likeliest(token)]
+        asking = [tokens[row] for row in rows]
+        requests = [token.request for token in asking]
+        params = [request.prompt.sampling for request in requests]
+        seeds = [sample_seed(request.prompt.sampling.seed, request.sample) % 2**64 for request in requests]
+        positions = np.array([token.position for token in asking], dtype=np.uint64)
         return cls(
             rows=np.array(rows, dtype=np.int64),
             temperature=np.array([p.temperature for p in params], dtype=np.float32),
@@ -62,11 +64,17 @@ class SamplingBatch:
             edits=LogitEdits.build(asking),
         )
 
+    def errors(self) -> dict[int, RowError]:
+        """Say for which of the R rows no token can be found, and why."""
+        if self.edits is None or self.edits.constraints is None:
+            return {}
+        return {int(self.rows[row]): error for row, error in self.edits.constraints.errors().items()}
 
-def _takes_likeliest(request: Request) -> bool:
-    params = request.prompt.sampling
+
+def _takes_likeliest(token: NextToken) -> bool:
+    request, params = token.request, token.request.prompt.sampling
     is_edited = request.history is not None or request.constraint is not None or params.logit_bias
-    return params.temperature == 0 and not is_edited and not must_go_on(request)
+    return params.temperature == 0 and not is_edited and not token.must_go_on
 
 
 def uniform_numbers(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:

@@ -22,6 +22,8 @@ class EngineStats:
     computed_tokens: int = 0
     recomputed_tokens: int = 0  # computed again after a soft reset
     output_tokens: int = 0
+    drafted_tokens: int = 0  # guessed, and computed to be checked
+    accepted_tokens: int = 0  # of these, the ones that were right: tokens of the output that took no step of their own
     preemptions: int = 0
     offloads: int = 0  # requests moved to the host
     restores: int = 0  # and back

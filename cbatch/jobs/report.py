@@ -53,6 +53,8 @@ def engine_figures(stats: EngineStats) -> dict[str, Any]:
     """Return what the engine counted in this session."""
     return {
         "steps": stats.steps,
+        "drafted_tokens": stats.drafted_tokens,
+        "accepted_tokens": stats.accepted_tokens,
         "offloads": stats.offloads,
         "restores": stats.restores,
         "soft_resets": stats.soft_resets,

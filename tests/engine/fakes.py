@@ -21,7 +21,8 @@ from cbatch.engine.cache.sliding import SlidingAttentionCacheAllocator
 from cbatch.engine.cache.store import BlockStore
 from cbatch.engine.modes import CHUNKED, MODES, Mode
 from cbatch.engine.request import Prompt, Request, RequestStatus
-from cbatch.engine.scheduler import FinishedRequest, ScheduledRequest, StepLimits, StepPlan
+from cbatch.engine.speculation import Results, accept
+from cbatch.engine.step import FinishedRequest, ScheduledRequest, StepLimits, StepPlan
 from cbatch.engine.stopping import StopCondition
 from cbatch.errors import RowError
 
@@ -90,10 +91,12 @@ class FakeRunner:
     cache: CacheManager
     failing: dict[int, int] = field(default_factory=dict)  # request id → tokens that it generates before it fails
     num_computed: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     _pages: dict[int, list[object]] = field(default_factory=dict)
     _host_pages: dict[int, list[object]] = field(default_factory=dict)
 
-    def run(self, plan: StepPlan) -> list[int | RowError]:
+    def run(self, plan: StepPlan) -> list[Results]:
         out, back = plan.moves.out, plan.moves.back
         for page, host_page in zip(out.cache_pages, out.host_pages, strict=True):
             assert host_page not in self._host_pages, "overwrites what has not come back"
@@ -107,22 +110,29 @@ class FakeRunner:
             self._write(item)
         for item in plan.items:
             self._check_context(item)
-        return [self._sample(item.request) for item in plan.items if item.samples]
+        return [self._sample(item) for item in plan.items if item.num_results]
 
     def keep_on_host(self, host_pages: set[int]) -> None:
         """Lose every other page of the host's."""
         assert host_pages <= self._host_pages.keys()
         self._host_pages = {page: held for page, held in self._host_pages.items() if page in host_pages}
 
-    def _sample(self, request: Request) -> int | RowError:
-        if self.failing.get(request.request_id) == request.num_generated:
-            return RowError("failed", "as the test wants it")
-        return toy_model(request.token_ids)
+    def _sample(self, item: ScheduledRequest) -> Results:
+        request = item.request
+        results: Results = []
+        for i in range(item.num_results):
+            failed = self.failing.get(request.request_id) == request.num_generated + i
+            failure = RowError("failed", "as the test wants it")
+            results.append(failure if failed else toy_model([*request.token_ids, *item.drafts[:i]]))
+        taken = accept(item.drafts, results)
+        self.num_drafted += len(item.drafts)
+        self.num_accepted += len(taken) - 1
+        return taken
 
     def _write(self, item: ScheduledRequest) -> None:
         request, start, stop = item.request, item.num_computed_before, item.num_computed_before + item.num_tokens
         self.num_computed += item.num_tokens
-        values = fingerprints(request.token_ids[:stop])
+        values = fingerprints(step_tokens(item))
         for allocator, table in zip(self.cache.allocators, request.tables, strict=True):
             size = allocator.page_size
             window = allocator.read_window(table, start, stop)
@@ -136,7 +146,7 @@ class FakeRunner:
 
     def _check_context(self, item: ScheduledRequest) -> None:
         request, start, stop = item.request, item.num_computed_before, item.num_computed_before + item.num_tokens
-        values = fingerprints(request.token_ids[:stop])
+        values = fingerprints(step_tokens(item))
         for allocator, table in zip(self.cache.allocators, request.tables, strict=True):
             size = allocator.page_size
             window = allocator.read_window(table, start, stop)
@@ -175,6 +185,12 @@ class FakeRunner:
             for block in _blocks_in_use(allocator):
                 kept.update(self.pages_of(block, len(allocator.layers)))
         self._pages = {page: held for page, held in self._pages.items() if page in kept}
+
+
+def step_tokens(item: ScheduledRequest) -> list[int]:
+    """All tokens of a request up to the last one that a step computes, drafts included."""
+    num_own = item.num_computed_before + item.num_tokens - len(item.drafts)
+    return [*item.request.token_ids[:num_own], *item.drafts]
 
 
 def _store_of(allocator: CacheAllocator) -> BlockStore:
@@ -328,10 +344,13 @@ class Harness:
         assert plan.num_tokens == sum(item.num_tokens for item in plan.items)
         assert plan.num_tokens <= self.limits.max_batch_tokens or self.mode is not MODES[CHUNKED]
         pages = 0
+        assert plan.num_logits == sum(max(1, item.num_results) for item in plan.items)
+        assert plan.num_logits <= self.limits.max_requests_per_batch
         for item in plan.items:
             request, stop = item.request, item.num_computed_before + item.num_tokens
             assert request.scheduled_at == self._started.setdefault(request.request_id, self.num_steps - 1.0)
-            assert 0 < item.num_tokens <= request.num_uncomputed
+            assert 0 < item.num_tokens - len(item.drafts) <= request.num_uncomputed
+            assert not item.drafts or item.num_results == len(item.drafts) + 1
             assert item.num_computed_before == request.num_computed_tokens
             for allocator, table in zip(self.cache.allocators, request.tables, strict=True):
                 assert allocator.num_missing_blocks(table, stop) == 0, "no slots for the step's tokens"

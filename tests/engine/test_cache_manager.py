@@ -11,7 +11,7 @@ from cbatch.engine.cache.full import FullAttentionCacheAllocator
 from cbatch.engine.cache.manager import Admission, CacheManager
 from cbatch.engine.cache.pool import NUM_RESERVED_CHUNKS, CachePool
 from cbatch.engine.request import Request
-from cbatch.engine.scheduler import ScheduledRequest, StepPlan
+from cbatch.engine.step import ScheduledRequest, StepPlan
 from tests.engine.fakes import FakeRunner, check_cache, make_cache, make_request, toy_model
 
 

@@ -14,7 +14,7 @@ from cbatch.engine.cache.full import FullAttentionCacheAllocator
 from cbatch.engine.cache.manager import Admission, CacheManager
 from cbatch.engine.cache.sliding import SlidingAttentionCacheAllocator
 from cbatch.engine.request import Request
-from cbatch.engine.scheduler import ScheduledRequest, StepLimits, StepPlan
+from cbatch.engine.step import ScheduledRequest, StepLimits, StepPlan
 from tests.engine.fakes import FakeRunner, Harness, check_cache, completion, make_request, toy_model
 
 MAX_MODEL_LEN = 64

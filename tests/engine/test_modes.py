@@ -11,7 +11,7 @@ from cbatch.config import EngineConfig, SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.engine.modes import CHUNKED, CONTINUOUS, MODES, NAIVE, STATIC
 from cbatch.engine.request import Prompt
-from cbatch.engine.scheduler import StepLimits, StepPlan
+from cbatch.engine.step import StepLimits, StepPlan
 from tests.engine.fakes import Harness, completion, make_cache, make_request
 from tests.engine.tiny_engine import load_tiny, make_tokens
 from tests.tiny_models import build_tiny

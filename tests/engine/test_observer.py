@@ -10,8 +10,8 @@ import pytest
 from cbatch.config import SamplingParams
 from cbatch.engine.observer import RequestEvent, StepRecord, StepRecorder, StepTimes
 from cbatch.engine.request import Prompt, RequestStatus
-from cbatch.engine.scheduler import StepLimits
 from cbatch.engine.series import MAX_POINTS, MEANS, SUMS, StepSeries
+from cbatch.engine.step import StepLimits
 from cbatch.models.load import LoadedModel
 from tests.engine.fakes import Harness, make_cache, make_request
 from tests.engine.tiny_engine import load_tiny, make_engine, make_tokens

@@ -17,8 +17,9 @@ from cbatch.engine.batch import StepInputs
 from cbatch.engine.engine import Engine
 from cbatch.engine.request import Prompt, RequestOutput
 from cbatch.engine.runner import ModelRunner
-from cbatch.engine.scheduler import StepPlan
-from cbatch.errors import EngineError, RowError
+from cbatch.engine.speculation import Results
+from cbatch.engine.step import StepPlan
+from cbatch.errors import EngineError
 from cbatch.models.inspect import inspect_model
 from cbatch.models.load import LoadedModel, load_model
 from tests.tiny_models import build_tiny
@@ -139,7 +140,7 @@ def fail_where_pages_move(engine: Engine, moment: str) -> list[StepPlan]:
     runner, failures, ran = runner_of(engine), Counter(out=2, back=1), list[StepPlan]()
     run_step, move_pages = runner.run, runner._move_pages
 
-    def run_or_fail(plan: StepPlan) -> list[int | RowError]:
+    def run_or_fail(plan: StepPlan) -> list[Results]:
         moves = plan.moves
         kind = "back" if moves.num_restores else "out" if moves.num_offloads + moves.num_soft_resets else "none"
         if failures[kind] > 0:

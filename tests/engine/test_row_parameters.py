@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from cbatch.config import EngineConfig, SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.engine.request import Prompt, RequestOutput
-from cbatch.models.inspect import inspect_model
-from cbatch.models.load import LoadedModel, load_model
+from cbatch.models.load import LoadedModel
 from tests.engine.reference import count_near_ties, generate_references
 from tests.engine.tiny_engine import load_tiny, make_engine, make_tokens, run
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, build_tiny
@@ -77,16 +76,17 @@ def test_rows_ask_for_different_things_and_none_depends_on_another(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
-def test_ids_that_the_tokenizer_does_not_have_are_never_sampled(folder: Path, temperature: float) -> None:
-    config = EngineConfig(model=str(folder), dtype="float32", num_blocks=64)
-    loaded = load_model(config, inspect_model(config))
-    num_tokens = loaded.tokenizer.num_tokens
+def test_ids_that_the_tokenizer_does_not_have_are_never_sampled(tmp_path: Path, temperature: float) -> None:
+    folder = build_tiny("llama", tmp_path)
+    num_tokens = load_tiny(folder).tokenizer.num_tokens
     assert num_tokens < VOCAB_SIZE
-    with torch.no_grad():
-        head = loaded.model.get_output_embeddings().weight
-        head[num_tokens:] = head[:num_tokens].mean(0) + torch.randn(VOCAB_SIZE - num_tokens, head.shape[1]) * 20
+    weights = load_file(folder / "model.safetensors")
+    head = weights["lm_head.weight"]
+    head[num_tokens:] = head[:num_tokens].mean(0) + torch.randn(VOCAB_SIZE - num_tokens, head.shape[1]) * 20
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    engine = Engine.load(EngineConfig(model=str(folder), dtype="float32", num_blocks=64))
     params = SamplingParams(max_tokens=40, temperature=temperature, ignore_eos=True)
-    outputs = run(Engine.over(loaded, config), *(Prompt(i, make_tokens(5, i), params) for i in range(8)))
+    outputs = run(engine, *(Prompt(i, make_tokens(5, i), params) for i in range(8)))
     tokens = [token for output in outputs for token in output.token_ids]
     assert len(tokens) == 8 * 40
     assert max(tokens) < num_tokens

@@ -14,7 +14,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from cbatch.config import SamplingParams
 from cbatch.engine.history import TokenHistory
-from cbatch.engine.request import Prompt, Request
+from cbatch.engine.request import NextToken, Prompt, Request
 from cbatch.engine.sampling import SamplingBatch, sample, uniform_numbers
 from cbatch.engine.stopping import StopCondition
 
@@ -35,6 +35,10 @@ def make_request(params: SamplingParams, num_tokens: int = 4, output: Sequence[i
         tables=[],
         history=TokenHistory(prompt, counts_prompt=params.repetition_penalty != 1) if penalised else None,
     )
+
+
+def batch_of(requests: Sequence[Request]) -> SamplingBatch:
+    return SamplingBatch.build([NextToken(request) for request in requests])
 
 
 def plain_distribution(
@@ -92,7 +96,7 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
     output = [5, 6, 5, 7, 5]
     expected = np.array(plain_distribution(logits.tolist(), params, range(4), output)) * DRAWS
     requests = [make_request(replace(params, seed=seed), output=output) for seed in range(DRAWS)]
-    tokens = sample(logits.expand(DRAWS, -1), SamplingBatch.build(requests))
+    tokens = sample(logits.expand(DRAWS, -1), batch_of(requests))
     counts = np.bincount(tokens.numpy(), minlength=VOCAB)
     assert counts[expected == 0].sum() == 0, "a token that was cut off was drawn"
     cells = expected > 0
@@ -124,9 +128,9 @@ def test_a_row_is_drawn_alike_whatever_its_neighbours() -> None:
         make_request(SamplingParams(temperature=1.0, top_p=0.5, seed=3)),
         make_request(SamplingParams(temperature=2.0, top_p=0.9, top_k=200, seed=2**63 - 1)),
     ]
-    together = sample(logits, SamplingBatch.build(requests)).tolist()
-    backwards = sample(logits.flip(0), SamplingBatch.build(requests[::-1])).tolist()[::-1]
-    alone = [int(sample(logits[i : i + 1], SamplingBatch.build([r]))) for i, r in enumerate(requests)]
+    together = sample(logits, batch_of(requests)).tolist()
+    backwards = sample(logits.flip(0), batch_of(requests[::-1])).tolist()[::-1]
+    alone = [int(sample(logits[i : i + 1], batch_of([r]))) for i, r in enumerate(requests)]
     assert together == backwards == alone
 
 
@@ -138,13 +142,13 @@ def test_temperature_zero_and_top_k_one_are_greedy() -> None:
         make_request(SamplingParams(temperature=1.9, top_k=1, seed=5)),
         make_request(SamplingParams(temperature=1.9, top_p=1e-6, seed=6)),
     ]
-    assert sample(logits, SamplingBatch.build(requests)).tolist() == logits.argmax(-1).tolist()
+    assert sample(logits, batch_of(requests)).tolist() == logits.argmax(-1).tolist()
 
 
 def test_the_stream_moves_on_with_the_position_and_differs_by_seed() -> None:
     flat = torch.zeros(1, 50_000)
     drawn = {
-        int(sample(flat, SamplingBatch.build([make_request(SamplingParams(temperature=1.0, seed=seed), length)])))
+        int(sample(flat, batch_of([make_request(SamplingParams(temperature=1.0, seed=seed), length)])))
         for seed in (0, 1, 2)
         for length in range(1, 30)
     }
@@ -155,16 +159,14 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits = torch.full((1, 4), float("-inf"))
     logits[0, 2] = 0.0
     for uniform in (0.0, 0.5, 1.0 - 2.0**-53):
-        batch = replace(
-            SamplingBatch.build([make_request(SamplingParams(temperature=1.0))]), uniform=np.array([uniform])
-        )
+        batch = replace(batch_of([make_request(SamplingParams(temperature=1.0))]), uniform=np.array([uniform]))
         assert sample(logits, batch).tolist() == [2]
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-300])
 def test_the_lowest_temperatures_are_greedy(temperature: float) -> None:
     logits = torch.tensor([[1.0, 30.0, 29.0, -5.0]])
-    batch = SamplingBatch.build([make_request(SamplingParams(temperature=temperature, seed=3))])
+    batch = batch_of([make_request(SamplingParams(temperature=temperature, seed=3))])
     assert sample(logits, batch).tolist() == [1]
 
 
@@ -196,7 +198,7 @@ def test_greedy_rows_follow_the_plain_rules_and_never_their_neighbours() -> None
         outputs = [[rng.randrange(VOCAB) for _ in range(rng.randrange(6))] for _ in range(size)]
 
         def build(rows: Sequence[int], params: list[SamplingParams], outputs: list[list[int]]) -> SamplingBatch:
-            return SamplingBatch.build([make_request(params[row], output=outputs[row]) for row in rows])
+            return batch_of([make_request(params[row], output=outputs[row]) for row in rows])
 
         order = rng.sample(range(size), size)
         together = sample(logits[order], build(order, params, outputs)).tolist()
@@ -213,7 +215,7 @@ def test_a_repetition_penalty_is_that_of_transformers() -> None:
     torch.manual_seed(4)
     logits = torch.randn(1, 50) * 3
     request = make_request(SamplingParams(repetition_penalty=1.7, temperature=0.0), output=[30, 31, 30])
-    batch = SamplingBatch.build([request])
+    batch = batch_of([request])
     assert batch.edits is not None
     ours = logits.clone()
     batch.edits.apply(ours)
@@ -238,9 +240,29 @@ def test_logits_stay_as_they_are_and_plain_greedy_rows_cost_nothing() -> None:
     logits = torch.randn(3, VOCAB)
     before = logits.clone()
     biased = SamplingParams(temperature=1.0, repetition_penalty=1.2, logit_bias=((3, 5.0),), min_tokens=9)
-    sample(logits, SamplingBatch.build([make_request(biased), make_request(SamplingParams()), make_request(biased)]))
+    sample(logits, batch_of([make_request(biased), make_request(SamplingParams()), make_request(biased)]))
     assert torch.equal(logits, before)
     ended = make_request(SamplingParams(min_tokens=2, stop=("x",)), output=[1, 2])
-    plain = SamplingBatch.build([make_request(SamplingParams()), ended])
+    plain = batch_of([make_request(SamplingParams()), ended])
     assert len(plain.rows) == 0
     assert plain.edits is None
+
+
+def test_a_token_behind_drafts_is_chosen_as_if_they_had_been_said() -> None:
+    rng = random.Random(4)
+    for _ in range(60):
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 1.0]),
+            repetition_penalty=rng.choice([1.0, 1.7]),
+            frequency_penalty=rng.choice([0.0, 0.9]),
+            presence_penalty=rng.choice([0.0, 0.5]),
+            min_tokens=rng.randrange(6),
+            logit_bias=((3, 2.0), (ENDING, 3.0)),
+            seed=rng.randrange(100),
+        )
+        said = [rng.randrange(VOCAB) for _ in range(6)]
+        logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(rng.randrange(999)))
+        request = make_request(params, output=said[:3])
+        drafted = SamplingBatch.build([NextToken(request, tuple(said[3:end])) for end in (3, 4, 5, 6)])
+        spoken = batch_of([make_request(params, output=said[:end]) for end in (3, 4, 5, 6)])
+        assert sample(logits, drafted).tolist() == sample(logits, spoken).tolist()

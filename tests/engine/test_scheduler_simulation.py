@@ -15,7 +15,7 @@ import pytest
 from cbatch.engine.cache.build import build_cache, group_layers
 from cbatch.engine.cache.manager import CacheManager
 from cbatch.engine.request import Request
-from cbatch.engine.scheduler import StepLimits, StepPlan
+from cbatch.engine.step import StepLimits, StepPlan
 from cbatch.errors import RowError
 from tests.engine.fakes import Harness, completion, make_cache, make_request, toy_model
 
@@ -314,7 +314,9 @@ def check_results(case: Case, harness: Harness) -> None:
         assert request.cached_tokens < len(prompt)
         assert request.recomputed_tokens <= request.preemptions * num_stored
         assert len(request.token_times) == len(generated)
-    assert harness.runner.num_computed == sum(r.computed_tokens + r.recomputed_tokens for r in case.requests)
+    runner = harness.runner
+    num_rejected = runner.num_drafted - runner.num_accepted
+    assert runner.num_computed == sum(r.computed_tokens + r.recomputed_tokens for r in case.requests) + num_rejected
     assert harness.num_soft_resets + harness.num_offloads == sum(r.preemptions for r in case.requests)
     if not harness.num_soft_resets:
         assert all(r.recomputed_tokens == 0 for r in case.requests)
