@@ -79,8 +79,9 @@ class CacheManager:
     def admit(self, request: Request, reserved: BlockCounts, num_tokens: int | None = None) -> Admission:
         """Let `request` join with the blocks of its longest cached prefix, if the rest of its tokens has room.
 
-        Room is needed for `num_tokens`, by default for the tokens that it has. Raises `num_computed_tokens` to what was matched, where less was computed. `reserved` blocks are promised to
-        others. Where the answer is not JOINED nothing has been allocated.
+        Room is needed for `num_tokens`, by default for those that it has; `reserved` blocks are promised to others.
+        Raises `num_computed_tokens` to what was matched, where less was computed. Where the answer is not JOINED
+        nothing has been allocated.
         """
         matched: list[int] = []
         if self._sharing is not None:
