@@ -36,7 +36,7 @@ class TrialJournal:
         self._deaths: Counter[_Trial] = Counter()
         self.sample: dict[str, Any] | None = None
         self.settings: list[dict[str, Value]] = []  # of every trial that is there
-        self.spent_s = 0.0
+        self.earlier_s = 0.0  # spent on them
         with writing(path):
             lines = path.read_bytes().split(b"\n") if path.exists() else []
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -98,7 +98,7 @@ class TrialJournal:
             return
         if "sample" in value:
             self.sample = value["sample"]
-            self.spent_s += value["seconds"]
+            self.earlier_s += value["seconds"]
         elif "starts" in value:
             self._deaths[_spell(value["starts"]), value["rung"]] += 1
         elif "abandoned" in value:
@@ -107,7 +107,7 @@ class TrialJournal:
             trial, outcome = (_spell(value["trial"]), value["rung"]), Outcome(**value["outcome"])
             self._recorded[trial].append(outcome)
             self._deaths[trial] = 0
-            self.spent_s += outcome.wall_s
+            self.earlier_s += outcome.wall_s
             if value["trial"] not in self.settings:
                 self.settings.append(value["trial"])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -47,9 +47,13 @@ class Proposer:
             sampler = optuna.samplers.GPSampler(seed=seed, n_startup_trials=NUM_RANDOM)
             self._study = optuna.create_study(direction="maximize", sampler=sampler)
 
-    def propose(self) -> Point | None:
-        """Return a point that was neither proposed nor told; None once there is none."""
-        if not self._left:
+    def propose(self, among: Sequence[Point] = ()) -> Point | None:
+        """Return a point that was neither proposed nor told, of `among` where any are named; None once there is none.
+
+        A search that goes on names what it had tried, and is led the same way as before.
+        """
+        candidates = [point for point in among if point in self._left] or self._left
+        if not candidates:
             return None
         with _quietly():
             import optuna
@@ -57,7 +61,7 @@ class Proposer:
             asked = self._study.ask(self._distributions)
             self._study.tell(asked, state=optuna.trial.TrialState.FAIL)  # what it came to is told point by point
         wanted = tuple(float(asked.params[name]) for name in self._space.names)
-        nearest = min(self._left, key=lambda point: _distance(self._space, point, wanted))
+        nearest = min(candidates, key=lambda point: _distance(self._space, point, wanted))
         del self._left[nearest]
         return nearest
 

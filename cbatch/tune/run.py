@@ -106,15 +106,14 @@ def _search(
         rows = InputRows(setup, request.engine, stop.check)
         say(f"loading {request.engine.model}")
         engines = load(request.engine)
-    with Session(request.output, rows, engines, request.names, request.engine, stop, say) as session:
-        clock = lambda: session.earlier_s + time.monotonic() - began  # noqa: E731
+    with Session(request.output, rows, engines, request.names, request.engine, stop, say, began) as session:
         session.prepare(request.budget_s, datetime.now())
         search = Search(
             session.space,
             len(session.sample.rungs),
             session,
             Proposer(session.space, request.job.seed),
-            Limits(request.tune.trials, request.budget_s, clock),
+            Limits(request.tune.trials, request.budget_s, session.spent_s),
             known=session.known_points,
             on_trial=session.describe,
         )

@@ -69,7 +69,7 @@ class Search:
         self._measurer = measurer
         self._proposer = proposer
         self._limits = limits
-        self._known = [point for point in known if point in set(space.points)]
+        self._known = [point for point in known if point in set(space.points) and point != space.baseline]
         self._on_trial = on_trial
         self.book = TrialBook()
 
@@ -101,13 +101,13 @@ class Search:
     def _explore(self) -> None:
         """Try the default, what was tried before, and new configurations, over the smallest sample."""
         self._try(self._space.baseline, 0)
-        for point in self._known:
-            if point != self._space.baseline and not self._is_full():
-                self._try(point, 0)
-        while not self._is_full() and not self._limits.is_spent(EXPLORE_SHARE):
-            if (proposed := self._proposer.propose()) is None:
+        while not self._is_full() and (self._known or not self._limits.is_spent(EXPLORE_SHARE)):
+            point = self._proposer.propose(among=self._known)
+            if point is None:
                 break
-            self._try(proposed, 0)
+            if point in self._known:
+                self._known.remove(point)
+            self._try(point, 0)
         if not self._is_too_late(EXPLORE_SHARE, self._space.baseline, 0):
             self._try(self._space.baseline, 0)  # a repeat: how much do measurements differ?
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -48,7 +49,10 @@ class Session:
         config: EngineConfig,
         stop: Stop,
         say: Callable[[str], None],
+        began: float,
     ) -> None:
+        """`began` is when this process did, on the monotonic clock."""
+        self._began = began
         self._path = output.with_name(f"{output.name}.journal.jsonl")
         self._rows = rows
         self._engines = engines
@@ -91,10 +95,9 @@ class Session:
             )
         self._describe_sample()
 
-    @property
-    def earlier_s(self) -> float:
-        """Seconds that earlier processes spent on what is in the journal."""
-        return self._journal.spent_s
+    def spent_s(self) -> float:
+        """Count the seconds of this process, and those that earlier ones spent on what is in the journal."""
+        return self._journal.earlier_s + time.monotonic() - self._began
 
     @property
     def known_points(self) -> list[Point]:

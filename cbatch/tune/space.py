@@ -12,6 +12,7 @@ from itertools import product
 from typing import Protocol
 
 from cbatch.config import EngineConfig
+from cbatch.engine.policies import SCHEDULERS
 from cbatch.errors import UsageError
 
 Value = int | str | bool
@@ -23,7 +24,7 @@ CHOICES: dict[str, tuple[Value, ...]] = {
     "page_size": (8, 16, 32, 64, 128, 256),
     "max_batch_tokens": tuple(2**power for power in range(5, 16)),
     "max_requests_per_batch": tuple(2**power for power in range(0, 12)),
-    "scheduler_type": ("fifo", "prefill_first"),
+    "scheduler_type": tuple(SCHEDULERS),
     "allow_block_sharing": (False, True),
 }
 ROWS_PER_PLACE = 2  # a limit on a batch shows only where a sample fills the batch and then refills it

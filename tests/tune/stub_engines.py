@@ -19,7 +19,7 @@ from cbatch.errors import DoesNotFitError
 from cbatch.tune.space import Value
 from tests.stub_engine import StubEngine, StubPlan, StubTokenizer
 
-BEST = {"page_size": 64, "max_batch_tokens": 1024}
+BEST = {"page_size": 64, "max_batch_tokens": 512}
 STEEPNESS = 0.2  # of the cost of a step, per doubling of a setting away from the best
 STEP_S = 0.01
 BUILD_S = 0.5
@@ -34,7 +34,7 @@ class TunePlan:
     page_size: int = 16
     num_blocks: int = 4096
     max_model_len: int = 4096
-    max_batch_tokens: int = 256
+    max_batch_tokens: int = 128
     max_requests_per_batch: int = 8
     scheduler_type: str = "fifo"
     allow_block_sharing: bool = True
