@@ -270,7 +270,7 @@ class Engine:
             stats.waste_sum += load.waste
             stats.waste_steps += 1
         composition = (plan.num_tokens - plan.num_decode_tokens, plan.num_decode_tokens)
-        requests = (stats.num_running, stats.num_waiting)
+        requests = (max(stats.num_running, len(plan.items)), stats.num_waiting)
         num_moved = plan.moves.num_offloads + plan.moves.num_soft_resets
         stats.series.add(at_s, (*composition, *requests, load.usage, load.waste or 0.0, num_moved))
 

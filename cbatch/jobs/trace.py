@@ -82,7 +82,8 @@ class TraceWriter:
                 record = self._queue.get(timeout=FLUSH_INTERVAL_S)
                 closing = record is None
                 if record is not None and self.failure is None:
-                    self._lines.append(jsonform.dump_line(self._step(record)))
+                    self._began = record.times.began if self._began is None else self._began
+                    self._lines.append(jsonform.dump_line(step_as_dict(record, self._began)))
             except queue.Empty:
                 pass
             is_due = time.monotonic() - self._flushed_at >= FLUSH_INTERVAL_S or len(self._lines) >= MAX_LINES
@@ -98,38 +99,40 @@ class TraceWriter:
         except CbatchError as error:
             self.failure = error
 
-    def _step(self, record: StepRecord) -> dict[str, Any]:
-        times, load = record.times, record.load
-        began = self._began = times.began if self._began is None else self._began
-        return {
-            "at_s": round(times.began - began, DIGITS),
-            "schedule_s": round(times.scheduled - times.began, DIGITS),
-            "run_s": round(times.ran - times.scheduled, DIGITS),
-            "update_s": round(times.ended - times.ran, DIGITS),
-            "requests": record.num_requests,
-            "prefill_tokens": record.prefill_tokens,
-            "decode_tokens": record.decode_tokens,
-            "kv_tokens_read": round(record.kv_tokens_read),
-            "pairs": record.num_pairs,
-            "running": record.num_running,
-            "waiting": record.num_waiting,
-            "owned_blocks": round(load.owned_blocks, 2),
-            "cached_blocks": round(load.cached_blocks, 2),
-            "free_blocks": round(load.free_blocks, 2),
-            "kv_waste": None if load.waste is None else round(load.waste, DIGITS),
-            "offloads": record.num_offloads,
-            "restores": record.num_restores,
-            "soft_resets": record.num_soft_resets,
-            "events": [self._event(event, began) for event in record.events],
-        }
 
-    def _event(self, event: RequestEvent, began: float) -> list[Any]:
-        return [
-            event.request_id,
-            event.sample,
-            event.state.value,
-            round(event.at - began, DIGITS),
-            event.num_prompt_tokens,
-            event.num_generated,
-            event.cached_tokens,
-        ]
+def step_as_dict(record: StepRecord, began: float) -> dict[str, Any]:
+    """Return a step as a trace has it, times counted from `began`."""
+    times, load = record.times, record.load
+    return {
+        "at_s": round(times.began - began, DIGITS),
+        "schedule_s": round(times.scheduled - times.began, DIGITS),
+        "run_s": round(times.ran - times.scheduled, DIGITS),
+        "update_s": round(times.ended - times.ran, DIGITS),
+        "requests": record.num_requests,
+        "prefill_tokens": record.prefill_tokens,
+        "decode_tokens": record.decode_tokens,
+        "kv_tokens_read": round(record.kv_tokens_read),
+        "pairs": record.num_pairs,
+        "running": record.num_running,
+        "waiting": record.num_waiting,
+        "owned_blocks": round(load.owned_blocks, 2),
+        "cached_blocks": round(load.cached_blocks, 2),
+        "free_blocks": round(load.free_blocks, 2),
+        "kv_waste": None if load.waste is None else round(load.waste, DIGITS),
+        "offloads": record.num_offloads,
+        "restores": record.num_restores,
+        "soft_resets": record.num_soft_resets,
+        "events": [_event_as_list(event, began) for event in record.events],
+    }
+
+
+def _event_as_list(event: RequestEvent, began: float) -> list[Any]:
+    return [
+        event.request_id,
+        event.sample,
+        event.state.value,
+        round(event.at - began, DIGITS),
+        event.num_prompt_tokens,
+        event.num_generated,
+        event.cached_tokens,
+    ]

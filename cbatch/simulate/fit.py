@@ -40,7 +40,7 @@ class Fit:
 
 def fit_cost(sessions: Sequence[TracedSession]) -> Fit:
     """Fit to all steps of some sessions. Raises InputError where they are too few."""
-    durations = np.concatenate([session.step_s for session in sessions])
+    durations = np.concatenate([session.typical_step_s for session in sessions])
     if len(durations) < MIN_STEPS:
         raise InputError(f"{len(durations)} steps are too few to fit a cost to", hint="trace a longer run")
     query, kv, requests, pairs = (

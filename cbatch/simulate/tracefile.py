@@ -39,6 +39,7 @@ COLUMNS = (
     "restores",
     "soft_resets",
 )
+OUTLYING = 4.0  # medians
 TRACE_HINT = "run the job with --trace, and --restart where it is finished already"
 
 
@@ -90,6 +91,13 @@ class TracedSession:
         return np.where(idle | np.isinf(until_next), own, until_next)
 
     @property
+    def typical_step_s(self) -> NDArray[np.float64]:
+        """The same, with no more between two steps than there mostly is: what was waited for is no step's cost."""
+        own = self.column("schedule_s") + self.column("run_s") + self.column("update_s")
+        between = self.step_s - own
+        return np.asarray(own + np.minimum(between, OUTLYING * np.median(between)))
+
+    @property
     def duration_s(self) -> float:
         """From the first step's start to the last one's end."""
         if self.num_steps == 0:
@@ -101,7 +109,7 @@ class TracedSession:
         """Return the engine that ran. Raises InputError where the trace does not say enough of it."""
         try:
             return SimulatedEngine(
-                **{name: self.settings[name] for name in _ENGINE_SETTINGS},
+                **{name: self.settings[name] for name in ENGINE_SETTINGS},
                 num_host_pages=self.settings.get("num_host_pages", 0),
                 layer_windows=tuple(window for window, count in self.layers for _ in range(count)),
             )
@@ -120,7 +128,7 @@ class TracedSession:
                 )
 
 
-_ENGINE_SETTINGS = (
+ENGINE_SETTINGS = (
     "page_size",
     "num_blocks",
     "max_batch_tokens",

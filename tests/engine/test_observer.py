@@ -150,7 +150,7 @@ def test_the_engine_writes_a_series(loaded: LoadedModel) -> None:
         [16, 4, 0, 0],
         [0, 0, 1, 1],
     )
-    assert series["running"] == [1, 1, 1, 0]
+    assert series["running"] == [1, 1, 1, 1]
     assert series["at_s"] == sorted(series["at_s"])  # type: ignore[type-var]
 
 

@@ -127,8 +127,9 @@ def test_the_command_line_has_it(tmp_path: Path) -> None:
     assert len(lines_of(tmp_path / "out.jsonl.trace.jsonl.gz")[0]) == 1
     (tmp_path / "out.jsonl.trace.jsonl.gz").unlink()
     (tmp_path / "out.jsonl.trace.jsonl.gz").mkdir()
-    done = run_job(tmp_path, "--trace", "--model", "model")
-    assert done.returncode == 0, "nothing runs, so nothing is traced"
+    done = run_job(tmp_path, "--trace", "--restart")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "out.jsonl.trace.jsonl.gz" in done.stderr
 
 
 def test_latencies_are_counted_in_bins_that_add_up() -> None:

@@ -1,0 +1,102 @@
+"""What the rules look at: an engine, its workload, what was observed of it, and a simulation to ask what would be.
+
+Made from a finished run or from a configuration (`subjects`); read by the rules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from cbatch.diagnose.observed import Observed, from_sessions, observe
+from cbatch.engine.modes import CHUNKED
+from cbatch.engine.observer import StepRecord
+from cbatch.jobs.trace import step_as_dict
+from cbatch.simulate.cost import CostModel
+from cbatch.simulate.figures import Figures
+from cbatch.simulate.settings import SimulatedEngine
+from cbatch.simulate.simulator import Simulator
+from cbatch.simulate.tracefile import TracedSession
+from cbatch.simulate.workload import GivenWorkload, Workload
+
+MAX_SIMULATED = 2_000  # requests: enough for rates, few enough for an answer at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a finished run's report says beside its steps. All zero where there was no run."""
+
+    generate_s: float = 0.0
+    idle_s: float = 0.0  # waited for prompts
+    starved_share: float = 0.0  # of steps, in which there was room and no prompt was ready
+    output_wait_s: float = 0.0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    computed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Situation:
+    """A run, or a configuration that would be one."""
+
+    engine: SimulatedEngine
+    facts: Facts = Facts()
+    observed: Observed | None = None
+    cost: CostModel | None = None  # without one nothing can be predicted
+    workload: Workload | None = None
+    mode: str = CHUNKED
+    shared_share: float = 0.0  # of the prompts' tokens, that are at the start of an earlier prompt too
+    speculation: int | None = None  # query tokens up to which steps are filled with drafts; None: not known
+    options: dict[str, str] = field(default_factory=dict)  # how a setting is spelled, where not as ours
+    _known: dict[Any, Figures] = field(default_factory=dict)
+
+    @property
+    def can_predict(self) -> bool:
+        return self.cost is not None and self.workload is not None
+
+    def predict(self, *, mode: str | None = None, shared_share: float | None = None, **changes: Any) -> Figures:
+        """Simulate the run with other settings."""
+        assert self.cost is not None
+        assert self.workload is not None
+        engine = replace(self.engine, **changes)
+        key = (engine, mode or self.mode, shared_share)
+        if key not in self._known:
+            workload = GivenWorkload(list(islice(self.workload, MAX_SIMULATED)))
+            if shared_share is not None:
+                works = [w._replace(shared_tokens=int(shared_share * w.prompt_tokens)) for w in workload]
+                workload = GivenWorkload(works)
+            self._known[key] = Simulator(engine, self.cost, mode=key[1]).run(workload)
+        return self._known[key]
+
+    def gain(self, figures: Figures) -> float:
+        """Return the share of the time that `figures` save, both of them simulated."""
+        now = self.predict().duration_s
+        return 1 - figures.duration_s / now if now > 0 else 0.0
+
+    def spell(self, name: str, value: object) -> str:
+        """Spell a setting as it is given to the engine in question."""
+        option = self.options.get(name, "--" + name.replace("_", "-"))
+        return option if value is True else f"{option} {value}"
+
+    def watch(self) -> None:
+        """Observe a simulated run where there was no real one."""
+        assert self.cost is not None
+        assert self.workload is not None
+        session = TracedSession(1, {}, [])
+        recorder = _Recorder(session)
+        workload = GivenWorkload(list(islice(self.workload, MAX_SIMULATED)))
+        Simulator(self.engine, self.cost, mode=self.mode, observer=recorder).run(workload)
+        self.observed = observe(from_sessions([session]), self.engine)
+
+
+class _Recorder:
+    """Keeps the steps of a simulation as a trace has them."""
+
+    def __init__(self, session: TracedSession) -> None:
+        self._session = session
+
+    def on_step(self, record: StepRecord) -> None:
+        self._session.add(step_as_dict(record, began=0.0))
