@@ -122,7 +122,7 @@ ENGINE_SETTINGS = (
         panel=ENGINE,
         help="Share of the KV cache that is kept from new requests; 0 keeps none.",
         default="0.15 for fifo, else 0",
-        bounds=Bounds(0, 1),
+        bounds=Bounds(0, 1, below=True),
         metavar="FRACTION",
     ),
     Setting(

@@ -41,13 +41,18 @@ class Bounds:
     low: float = 1
     high: float = INT_MAX
     above: bool = False  # low itself is not allowed
+    below: bool = False  # high itself is not allowed
 
     def __contains__(self, value: object) -> bool:
         assert isinstance(value, int | float)
-        return math.isfinite(value) and (self.low < value if self.above else self.low <= value) and value <= self.high
+        is_above = self.low < value if self.above else self.low <= value
+        is_below = value < self.high if self.below else value <= self.high
+        return math.isfinite(value) and is_above and is_below
 
     def __str__(self) -> str:
-        return f"above {self.low} and at most {self.high}" if self.above else f"from {self.low} to {self.high}"
+        if self.above:
+            return f"above {self.low} and {'below' if self.below else 'at most'} {self.high}"
+        return f"from {self.low} to {'below ' if self.below else ''}{self.high}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,6 +153,7 @@ def test_stop_strings_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--page-size", "", "whole number"),
         ("--num-blocks", "99999999999999999999", "to 2147483647"),
         ("--max-memory-percent", "0", "above 0 and at most 1"),
+        ("--safety-margin", "1", "a number from 0 to below 1"),
         ("--max-memory-percent", "90", "above 0 and at most 1"),
         ("--max-memory-percent", "nan", "above 0 and at most 1"),
         ("--dtype", "fp16", "auto, float32, bfloat16, float16"),
