@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from cbatch.cli.text_table import text_table
-from cbatch.engine.modes import CHUNKED
 from cbatch.simulate.comparison import Case, Comparison
 from cbatch.simulate.figures import Figures
 from cbatch.simulate.shards import ShardedPlan
@@ -45,7 +44,7 @@ def show_comparison(comparison: Comparison, results: Sequence[tuple[Case, Figure
     refused = max(figures.refused for _, figures in results)
     if refused:
         _print(f"{refused} requests are left out: they can never fit")
-    predicted = next((figures.duration_s for case, figures in results if case.mode == CHUNKED), None)
+    predicted = next((figures.duration_s for case, figures in results if case.is_as_run), None)
     if comparison.measured_s is not None and predicted is not None:
         difference = predicted / comparison.measured_s - 1
         _print(

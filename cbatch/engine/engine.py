@@ -171,7 +171,7 @@ class Engine:
         scheduled = time.perf_counter()
         plan, results = self._run(plan)
         ran = time.perf_counter()
-        load = self._cache_load(plan)
+        load = self._cache.load(self._scheduler.num_filled(plan))  # while the step's blocks are all in use
         had = [len(item.request.token_ids) for item in plan.items]
         finished = self._scheduler.update(plan, results, ran)
         ended = time.perf_counter()
@@ -254,13 +254,6 @@ class Engine:
             self.stats.output_tokens += num_new
             self.stats.drafted_tokens += len(item.drafts)
             self.stats.accepted_tokens += max(0, num_new - 1)
-
-    def _cache_load(self, plan: StepPlan) -> CacheLoad:
-        """Look at the cache while the step's blocks are all in use, and its tokens in them, drafts left out."""
-        filled = {request: request.num_computed_tokens for request in self._scheduler.active}
-        for item in plan.items:
-            filled[item.request] = item.num_computed_before + item.num_tokens - len(item.drafts)
-        return self._cache.load(filled)
 
     def _count_cache(self, plan: StepPlan, load: CacheLoad, at_s: float) -> None:
         stats = self.stats

@@ -89,18 +89,13 @@ class StepRecorder:
         times: StepTimes,
     ) -> None:
         """Tell the observer of a step that is booked."""
-        prefills = (
-            (item.num_tokens, item.num_computed_before)
-            for item in plan.items
-            if item.num_tokens > 1 and not item.drafts
-        )
         record = StepRecord(
             times=times,
             num_requests=len(plan.items),
             prefill_tokens=plan.num_tokens - plan.num_decode_tokens,
             decode_tokens=plan.num_decode_tokens,
             kv_tokens_read=scheduler.cache.tokens_in_pages(plan.num_pages_read),
-            num_pairs=sum(count * before + count * (count + 1) // 2 for count, before in prefills),
+            num_pairs=plan.num_pairs,
             num_running=len(scheduler.active),
             num_waiting=len(scheduler.waiting),
             load=load,

@@ -108,6 +108,13 @@ class Scheduler(ABC):
                 item.request.scheduled_at = now
         return plan
 
+    def num_filled(self, plan: StepPlan) -> dict[Request, int]:
+        """Count the tokens that each active request has in its blocks once `plan` has run, drafts left out."""
+        filled = {request: request.num_computed_tokens for request in self.active}
+        for item in plan.items:
+            filled[item.request] = item.num_computed_before + item.num_tokens - len(item.drafts)
+        return filled
+
     def halve(self, plan: StepPlan) -> StepPlan:
         """Halve the step's token limit, for good, and give what of a `plan` that did not run is within it.
 

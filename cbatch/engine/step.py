@@ -51,6 +51,12 @@ class StepPlan:
     num_pages_read: int = 0
     moves: Moves = field(default_factory=Moves)  # carried out before the forward pass
 
+    @property
+    def num_pairs(self) -> int:
+        """Count the pairs of a prompt's query token and a token that it attends to."""
+        shares = ((i.num_tokens, i.num_computed_before) for i in self.items if i.num_tokens > 1 and not i.drafts)
+        return sum(count * before + count * (count + 1) // 2 for count, before in shares)
+
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.config import SimulateConfig
-from cbatch.engine.modes import MODES, STATIC
+from cbatch.engine.modes import CHUNKED, MODES, STATIC
 from cbatch.errors import UsageError
 from cbatch.jobs.paths import report_path
 from cbatch.jobs.report import read_report
@@ -35,6 +35,11 @@ class Case:
     name: str
     mode: str
     engine: SimulatedEngine
+
+    @property
+    def is_as_run(self) -> bool:
+        """Whether this is how `cbatch run` batches."""
+        return self.mode == CHUNKED
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class Simulator:
         plan = self._scheduler.schedule(began)
         duration = self._duration(plan)
         ended = self._now = began + duration
-        load = self._cache.load(_num_filled(self._scheduler, plan)) if self._recorder is not None else None
+        load = self._cache.load(self._scheduler.num_filled(plan)) if self._recorder is not None else None
         self._tally.count_step(began, duration, len(plan.items), self._cache.usage)
         finished = self._scheduler.update(plan, [[SAMPLED]] * len(plan.items), ended)
         if finished:
@@ -102,18 +102,6 @@ class Simulator:
     def _duration(self, plan: StepPlan) -> float:
         num_pairs = 0
         if self._cost.per_pair_s and plan.num_tokens > len(plan.items):
-            num_pairs = _num_pairs(plan)
+            num_pairs = plan.num_pairs
         kv_tokens = self._cache.tokens_in_pages(plan.num_pages_read)
         return self._cost.step_s(plan.num_tokens, kv_tokens, len(plan.items), num_pairs)
-
-
-def _num_filled(scheduler, plan):
-    filled = {request: request.num_computed_tokens for request in scheduler.active}
-    for item in plan.items:
-        filled[item.request] = item.num_computed_before + item.num_tokens
-    return filled
-
-
-def _num_pairs(plan):
-    shares = ((item.num_tokens, item.num_computed_before) for item in plan.items if item.num_tokens > 1)
-    return sum(count * before + count * (count + 1) // 2 for count, before in shares)
