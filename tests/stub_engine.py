@@ -14,14 +14,15 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cbatch.config import DEFAULT_MAX_TOKENS, EngineConfig
+from cbatch.config import DEFAULT_MAX_TOKENS, EngineConfig, SamplingParams
 from cbatch.engine.cache.manager import CacheLoad
 from cbatch.engine.observer import Observer, RequestEvent, StepRecord, StepTimes
 from cbatch.engine.record import TokenLogprobs
@@ -117,6 +118,7 @@ class StubEngine:
     num_started: int = 0
     observer: Observer | None = None
     log: Path | None = None  # every prompt that starts is written here, a line of its text each
+    prepared: list[SamplingParams] = field(default_factory=list)
     _waiting: list[_Running] = field(default_factory=list)
     _running: list[_Running] = field(default_factory=list)
 
@@ -157,6 +159,9 @@ class StubEngine:
 
     def observe(self, observer: Observer) -> None:
         self.observer = observer
+
+    def prepare(self, params: SamplingParams) -> None:
+        self.prepared.append(params)
 
     def drop_waiting(self) -> list[int]:
         dropped = [request.prompt.request_id for request in self._waiting]
@@ -285,6 +290,8 @@ def load_from_environment(config: EngineConfig) -> StubEngine:
     time.sleep(float(os.environ.get("STUB_LOAD_S", "0")))
     if "STUB_LOAD_HANGS" in os.environ:  # in a long call outside Python, which no signal handler gets into
         hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+    if "STUB_CONFIG" in os.environ:  # what the engine was asked for is written there
+        Path(os.environ["STUB_CONFIG"]).write_text(json.dumps(asdict(config)))
     fail_at = os.environ.get("STUB_FAIL_AT_STEP")
     log = os.environ.get("STUB_LOG")
     return StubEngine(
@@ -329,10 +336,14 @@ def main() -> int:
     engine_module = ModuleType("cbatch.engine.engine")
     engine_module.Engine = type("Engine", (), {"load": staticmethod(load_from_environment)})  # type: ignore[attr-defined]
     sys.modules["cbatch.engine.engine"] = engine_module
+    is_search = "tune" in sys.argv[1:]
+    if is_search:
+        sys.path.insert(0, str(Path(__file__).parent.parent))
+        sys.modules["cbatch.tune.engines"] = import_module("tests.tune.stub_engines")
     from cbatch.cli.app import main as command_line
 
     code = command_line()
-    assert "torch" not in sys.modules
+    assert "torch" not in sys.modules or is_search  # the optimiser of a search computes with it
     return code
 
 

@@ -26,7 +26,8 @@ def show_findings(summary: TuneSummary) -> None:
     if findings is None or not findings.book.trials:
         return
     if sys.stderr.isatty():
-        summary_console().print(_table(findings))
+        console = summary_console()
+        console.print(_table(findings, has_bars=console.encoding.lower().startswith("utf")))
     else:
         for line in findings.lines():
             say(_words(line, findings))
@@ -36,7 +37,7 @@ def show_findings(summary: TuneSummary) -> None:
     say(f"the settings are in {summary.output}: cbatch run INPUT --config {summary.output} -o OUTPUT")
 
 
-def _table(findings: Findings) -> Table:
+def _table(findings: Findings, *, has_bars: bool) -> Table:
     from rich.table import Table
 
     lines = findings.lines()
@@ -46,7 +47,7 @@ def _table(findings: Findings) -> Table:
     for name in ("rows", findings.unit, "times default", "memory"):
         table.add_column(name, justify="right")
     table.add_column("", min_width=BAR_WIDTH)
-    most = max((line.times_default or 0.0 for line in lines), default=0.0)
+    most = max((line.times_default or 0.0 for line in lines), default=0.0) if has_bars else 0.0
     for line in lines:
         style = CHOSEN if line.is_chosen else FAILED if line.failure else None
         table.add_row(*_cells(line, findings, most), style=style)
@@ -82,5 +83,5 @@ def _words(line: Line, findings: Findings) -> str:
 
 
 def _speed(line: Line) -> str:
-    spread = f" ± {line.spread:.1f}" if len(line.speeds) > 1 else ""
+    spread = f" +/- {line.spread:.1f}" if len(line.speeds) > 1 else ""
     return f"{line.tokens_per_s:.1f}{spread}"
