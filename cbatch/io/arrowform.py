@@ -67,9 +67,13 @@ def from_json(values: list[Any], field: pa.Field) -> pa.Array:
         raise OutputError(f"column {field.name}: a value does not fit its type {field.type}: {error}") from error
 
 
-def null_non_finite(kind: pa.DataType) -> Convert | None:
-    """Return what makes NaN and infinities of a column null, or None where the type can hold none."""
-    return _lift(kind, _finite)
+def replace_non_finite(kind: pa.DataType, replace: Callable[[str], float | None]) -> Convert | None:
+    """Return what replaces NaN and infinities, which a column's JSON form names, or None where the type holds none."""
+
+    def rule(leaf: pa.DataType) -> Convert | None:
+        return (lambda value: replace(value) if isinstance(value, str) else value) if pat.is_floating(leaf) else None
+
+    return _lift(kind, rule)
 
 
 def clean_text(text: str) -> str:
@@ -140,10 +144,6 @@ def _decoder(kind: pa.DataType) -> Convert | None:
     if _is_binary(kind):
         return lambda value: base64.b64decode(value) if isinstance(value, str) else value
     return None
-
-
-def _finite(kind: pa.DataType) -> Convert | None:
-    return (lambda value: None if isinstance(value, str) else value) if pat.is_floating(kind) else None
 
 
 def _text_cleaner(kind: pa.DataType) -> Convert | None:

@@ -33,9 +33,14 @@ def load(text: str, *, max_nesting: int = MAX_NESTING) -> Any:
 def dump(value: Any) -> str:
     """Write one value as JSON text without line breaks: keys in order, NaN and infinities as null, bytes as base64."""
     try:
-        text = _ENCODER.encode(value)
-    except ValueError:  # a number that JSON does not have
-        text = _ENCODER.encode(_without_non_finite(value))
+        return dump_exactly(value)
+    except ValueError:
+        return dump_exactly(without_non_finite(value))
+
+
+def dump_exactly(value: Any) -> str:
+    """Write one value as `dump` does. Raises ValueError for a number that JSON does not have."""
+    text = _ENCODER.encode(value)
     return text if text.isascii() else _ESCAPED.sub(_escape, text)
 
 
@@ -61,13 +66,14 @@ def _escape(match: re.Match[str]) -> str:
     return f"\\u{ord(match[0]):04x}"
 
 
-def _without_non_finite(value: Any) -> Any:
+def without_non_finite(value: Any) -> Any:
+    """Return a value with null in the place of NaN and infinities."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _without_non_finite(item) for key, item in value.items()}
+        return {key: without_non_finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_non_finite(item) for item in value]
+        return [without_non_finite(item) for item in value]
     return value
 
 

@@ -64,11 +64,20 @@ def read_jsonl(name: str, chunks: Iterable[bytes], first_index: int) -> Iterator
         yield row
 
 
+def count_rows(chunks: Iterable[bytes]) -> int:
+    """Count the rows of one file without parsing them."""
+    return sum(raw is None or bool(_strip(raw)) for raw in split_lines(chunks))
+
+
+def _strip(raw: bytes) -> bytes:
+    return raw.strip(_JSON_SPACE).removeprefix(_BOM).strip(_JSON_SPACE)
+
+
 def _read_rows(name: str, chunks: Iterable[bytes], first_index: int) -> Iterator[tuple[Row, bytes]]:
     """Yield each row with the text that it was read from."""
     index = first_index
     for number, raw in enumerate(split_lines(chunks), start=1):
-        text = raw.strip(_JSON_SPACE).removeprefix(_BOM).strip(_JSON_SPACE) if raw is not None else b""
+        text = _strip(raw) if raw is not None else b""
         if not text and raw is not None:
             continue
         columns, error = _parse(text) if raw is not None else ({}, _too_long())

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cbatch.errors import InputError, RowError
-from cbatch.io.arrowform import clean_text, from_json, null_non_finite, to_json
+from cbatch.io.arrowform import clean_text, from_json, replace_non_finite, to_json
 from cbatch.io.atomic import writing
 from cbatch.io.rows import Row
 from cbatch.io.schema import portable_column, portable_schema, portable_type
@@ -32,7 +32,7 @@ def read_schema(name: str) -> pa.Schema:
 
 
 def read_parquet(name: str, first_index: int, schema: pa.Schema | None) -> Iterator[Row]:
-    """Yield the rows of one file, its columns cast to those of `schema`; without one NaN and infinities are null.
+    """Yield the rows of one file, its columns cast to those of `schema`, whose JSON form names NaN and infinities.
 
     Raises InputError where the file cannot be read further.
     """
@@ -70,9 +70,9 @@ def _values(column: pa.Array, name: str, schema: pa.Schema | None) -> list[Any]:
     if schema is not None:
         return to_json(portable_column(column, schema.field(name).type))
     kind = portable_type(column.type)
-    finite = null_non_finite(kind)
+    as_numbers = replace_non_finite(kind, float)
     values = to_json(portable_column(column, kind))
-    return values if finite is None else [finite(value) for value in values]
+    return values if as_numbers is None else [as_numbers(value) for value in values]
 
 
 def _batches(file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:

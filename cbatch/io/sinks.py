@@ -23,6 +23,7 @@ class Sink(ABC):
 
     def __init__(self, path: Path) -> None:
         self._file = AtomicFile(path)
+        self.num_nulled = 0  # records with null in the place of a number that the format lacks
 
     @abstractmethod
     def write(self, record: dict[str, Any]) -> None:
@@ -49,17 +50,23 @@ class JsonlSink(Sink):
     def __init__(self, path: Path, schema: pa.Schema | None) -> None:
         super().__init__(path)
         self._converts: dict[str, Convert] = {}  # by column
+        self._has_nulled = False  # whether the record at hand has
         if schema is not None:
-            from cbatch.io.arrowform import null_non_finite
+            from cbatch.io.arrowform import replace_non_finite
 
-            converts = {field.name: null_non_finite(field.type) for field in schema}
+            converts = {field.name: replace_non_finite(field.type, self._null) for field in schema}
             self._converts = {name: convert for name, convert in converts.items() if convert is not None}
 
     def write(self, record: dict[str, Any]) -> None:
         if self._converts:
+            self._has_nulled = False
             record = {name: self._converts.get(name, _same)(value) for name, value in record.items()}
+            self.num_nulled += self._has_nulled
         with writing(self._file.path):
             self._file.file.write(dump_line(record))
+
+    def _null(self, _name: str) -> None:
+        self._has_nulled = True
 
 
 def check_output(path: str) -> None:

@@ -78,6 +78,7 @@ def assemble(journal: Journal, index: RowIndex, layout: Layout, totals: Totals, 
             # An earlier run may have been asked for more columns than this output has.
             result = {name: value for name, value in entry.result.items() if name in names}
             sink.write(merge_record(layout.kept(entry.columns), result, names))
+        totals.rows_nulled += sink.num_nulled
         sink.commit()
 
 

@@ -1,7 +1,6 @@
 """How many rows the input will have, for the bar and the time left; found on the side while the job runs.
 
-A guess where lines are blank, nothing for what can be read only once or would have to be fetched. Where the exact
-number decides, rows are read instead.
+Nothing for what can be read only once or would have to be fetched.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import threading
 from pathlib import Path
 
 from cbatch.errors import CbatchError
+from cbatch.io import jsonl
 from cbatch.io.sources import JSONL, FilePart, Part, Source
 from cbatch.io.streams import read_chunks
 
@@ -53,8 +53,4 @@ def count_rows(part: Part) -> int | None:
         return int(pq.read_metadata(part.name).num_rows)
     if part.format is not JSONL:
         return None
-    num_lines, ended = 0, True
-    for chunk in read_chunks(part.name):
-        num_lines += chunk.count(b"\n")
-        ended = chunk.endswith(b"\n")
-    return num_lines + (not ended)
+    return jsonl.count_rows(read_chunks(part.name))

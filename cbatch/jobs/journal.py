@@ -12,7 +12,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Head:
     computed_tokens: int = 0
     num_dropped: int = 0  # prompt tokens cut off
     has_token_ids: bool = False
+    has_nulled: bool = False  # whether columns held numbers that JSON lacks, which are null here
     fit: str | None = None  # how it was made to fit, where the context decided over it
 
     def as_dict(self) -> dict[str, Any]:
@@ -74,6 +75,10 @@ class Entry:
     head: Head
     columns: dict[str, Any]
     result: dict[str, Any]
+
+
+def _as_dict(entry: Entry) -> dict[str, Any]:
+    return {**entry.head.as_dict(), "columns": entry.columns, "result": entry.result}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +145,11 @@ class Journal:
 
     def append(self, entry: Entry) -> int:
         """Add an entry and return its offset; written by the next `flush`, durable after `sync`. Raises OutputError."""
-        return self._append({**entry.head.as_dict(), "columns": entry.columns, "result": entry.result})
+        try:
+            return self._append(_as_dict(entry))
+        except ValueError:  # a number that JSON does not have
+            head = replace(entry.head, has_nulled=True)
+            return self._append(jsonform.without_non_finite(_as_dict(replace(entry, head=head))))
 
     def flush(self) -> None:
         """Hand everything to the system: a killed process no longer loses it. Raises OutputError."""
@@ -172,7 +181,7 @@ class Journal:
         os.close(self._file)
 
     def _append(self, value: dict[str, Any]) -> int:
-        body = jsonform.dump_line(value)[1:]
+        body = jsonform.dump_exactly(value).encode()[1:] + b"\n"
         offset = self._size + len(self._pending)
         self._pending += (_CRC % zlib.crc32(body)).encode() + body
         return offset

@@ -27,6 +27,7 @@ SUMMED = (
     "preemptions",
     "rows_truncated",
     "truncated_tokens",
+    "rows_nulled",
     "generate_s",
     "load_s",
     "wall_s",

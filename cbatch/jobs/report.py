@@ -42,6 +42,7 @@ def row_figures(totals: Totals) -> dict[str, Any]:
         "preemptions": totals.preemptions,
         "rows_truncated": totals.rows_truncated,
         "truncated_tokens": totals.truncated_tokens,
+        "rows_nulled": totals.rows_nulled,
         "generate_s": generate_s,
         "output_tokens_per_s": _per_second(totals.output_tokens, generate_s),
         "goodput_tokens_per_s": _per_second(totals.good_tokens, generate_s) if asked else None,

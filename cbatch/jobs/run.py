@@ -294,6 +294,8 @@ class _JobRun:
             self._part,
             self._stop.check,
         )
+        if is_new and (num_nulled := report["rows_nulled"]):
+            self._progress.say(f"{num_nulled} rows hold numbers that JSON lacks (NaN, infinities): null in the output")
         tally = self._writer.tally
         failed = tally.num_errors > self._job.error_tolerance * tally.num_rows
         return self._summary("done" if is_new else "unchanged", EXIT_FAILED if failed else EXIT_OK, report)

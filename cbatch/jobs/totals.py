@@ -52,6 +52,7 @@ class Totals:
     computed_tokens: int = 0
     rows_truncated: int = 0
     truncated_tokens: int = 0
+    rows_nulled: int = 0  # with null in the place of numbers of the input that JSON lacks
     generate_s: dict[int, float] = field(default_factory=dict)  # by session: until its last row here
     output_tokens_of: Counter[int] = field(default_factory=Counter)  # by session
     _latencies: dict[str, array[float]] = field(init=False)  # room for every row at once: growing would copy
@@ -89,6 +90,7 @@ class Totals:
         self.computed_tokens += head.computed_tokens
         self.rows_truncated += head.num_dropped > 0
         self.truncated_tokens += head.num_dropped
+        self.rows_nulled += head.has_nulled
         self.generate_s[head.session] = max(self.generate_s.get(head.session, 0.0), head.generate_s)
         self.output_tokens_of[head.session] += num_tokens
         if error is None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.errors import OutputError
-from cbatch.io.arrowform import from_json, null_non_finite, to_json
+from cbatch.io.arrowform import from_json, replace_non_finite, to_json
 from cbatch.io.jsonform import dump, load
 
 int64s = st.integers(-(2**63), 2**63 - 1)
@@ -132,10 +132,14 @@ def test_a_value_of_another_type_is_an_output_error_that_names_the_column() -> N
             from_json([value], pa.field("age", kind))
 
 
-def test_non_finite_floats_can_be_made_null() -> None:
+def test_non_finite_floats_can_be_replaced() -> None:
     kind = pa.struct([("x", pa.list_(pa.float64())), ("name", pa.string())])
-    convert = null_non_finite(kind)
+    convert = replace_non_finite(kind, lambda _name: None)
     assert convert is not None
     (value,) = to_json(pa.array([{"x": [1.5, math.nan, math.inf], "name": "NaN"}], kind))
     assert convert(value) == {"x": [1.5, None, None], "name": "NaN"}
-    assert null_non_finite(pa.list_(pa.string())) is None
+    numbers = replace_non_finite(kind, float)
+    assert numbers is not None
+    assert math.isnan(numbers(value)["x"][1])
+    assert numbers(value)["x"][2] == math.inf
+    assert replace_non_finite(pa.list_(pa.string()), float) is None

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -14,6 +15,8 @@ from cbatch.config import SamplingParams
 from cbatch.engine.request import Prompt
 from cbatch.errors import CbatchError, EngineError, InputError, OutputError, UsageError
 from cbatch.io.columns import result_columns
+from cbatch.io.sources import open_source
+from cbatch.jobs.counting import count_rows
 from tests.jobs.jobkit import Bench, prompts, read_rows, without_times
 from tests.stub_engine import StubEngine, StubPlan, StubTokenizer, expected_text
 
@@ -274,6 +277,38 @@ def test_mixed_types_and_missing_columns_pass_through(bench: Bench) -> None:
     bench.output = bench.path / "out.parquet"
     assert bench.run().exit_code == 0
     assert len(bench.rows()) == len(values) + 1
+
+
+@pytest.mark.parametrize("inputs", [("in.jsonl",), ("in.parquet",), ("in.parquet", "in.jsonl")])
+def test_numbers_that_json_lacks_are_null_and_said(
+    bench: Bench, inputs: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.write(['{"prompt": "a", "v": NaN}', '{"prompt": "b", "v": [1, {"w": 1e400}]}', '{"prompt": "c", "v": 1}'])
+    columns = {"prompt": ["a", "b", "c"], "v": pa.array([float("nan"), float("-inf"), 1.0])}
+    pq.write_table(pa.table(columns), bench.path / "in.parquet")
+    summary = bench.run(inputs=tuple(str(bench.path / name) for name in inputs), quiet=False)
+    assert summary.report["rows_nulled"] == 2 * len(inputs)
+    assert f"{2 * len(inputs)} rows hold numbers that JSON lacks (NaN, infinities): null" in capsys.readouterr().err
+    expected = {"in.jsonl": [None, [1, {"w": None}], 1], "in.parquet": [None, None, 1.0]}
+    assert [row["v"] for row in bench.rows()] == [value for name in inputs for value in expected[name]]
+
+
+def test_parquet_keeps_the_numbers_that_json_lacks(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.output = bench.path / "out.parquet"
+    source = bench.path / "in.parquet"
+    pq.write_table(pa.table({"prompt": ["a"], "v": pa.array([float("-inf")])}), source)
+    summary = bench.run(inputs=(str(source),), quiet=False)
+    assert (summary.report["rows_nulled"], bench.rows()[0]["v"]) == (0, float("-inf"))
+    assert "JSON lacks" not in capsys.readouterr().err
+
+
+def test_a_row_counts_as_the_bar_counts_it(bench: Bench) -> None:
+    bench.write([{"prompt": "a"}, "", "  \t\r", "\ufeff", "broken", *prompts(2), ""])
+    (bench.path / "last.jsonl").write_text('\n{"prompt": "z"}\n\n{"prompt": "no newline"}')
+    inputs = (str(bench.path / "in.jsonl"), str(bench.path / "last.jsonl"))
+    source = open_source(inputs)
+    assert [count_rows(part) for part in source.parts] == [4, 2]
+    assert bench.run(inputs=inputs).rows == 6
 
 
 def test_parquet_in_and_out_keeps_the_declared_types(bench: Bench) -> None:

@@ -123,15 +123,15 @@ def assert_resumes(bench: Bench, *, at_least: int = 0) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_the_first_signal_drains_and_exits_75(bench: Bench, number: int) -> None:
-    bench.write(prompts(2000))
+    bench.write([row | {"max_tokens": 3 + row["id"] % 5} for row in prompts(2000)])  # never all done at once
     process = Process(bench, environment={"STUB_STEP_S": "0.01"})
     process.wait_for(lambda: process.journalled() > 20)
     process.send(number)
     code, errors = process.end()
     assert code == RESUMABLE
-    assert f"{signal.Signals(number).name}: finishing 8 running rows" in errors
+    assert re.search(rf"{signal.Signals(number).name}: finishing [1-8] running rows", errors)
     assert "run the same command again to resume" in errors
-    assert_resumes(bench, at_least=28)
+    assert_resumes(bench, at_least=22)
 
 
 def test_rows_that_do_not_finish_within_the_grace_are_left_for_the_next_run(bench: Bench) -> None:
