@@ -19,6 +19,8 @@ from cbatch.models.source import ModelSource
 
 logger = logging.getLogger(__name__)
 
+HINTS = {"the tokenizer": "--tokenizer names another one"}
+
 
 def quiet_libraries() -> None:
     """Keep progress bars and advice of transformers and the hub client off the terminal, for the whole process.
@@ -69,7 +71,14 @@ def _translate(what: str, source: ModelSource, error: Exception) -> UsageError:
         )
     if "out of memory" in text.lower():
         return DoesNotFitError(f"not enough memory for {what} of '{source.name}'", hint="try a smaller --dtype")
-    return UsageError(f"cannot load {what} of '{source.name}': {type(error).__name__}: {_shorten(text)}")
+    if "ignore_mismatched_sizes" in text:
+        return UsageError(
+            f"the weights of '{source.name}' have other sizes than its config says",
+            hint="the folder mixes files of two models, or its config was edited",
+        )
+    return UsageError(
+        f"cannot load {what} of '{source.name}': {type(error).__name__}: {_shorten(text)}", hint=HINTS.get(what)
+    )
 
 
 def _shorten(text: str, limit: int = 200) -> str:

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, PretrainedConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from cbatch.config import EngineConfig
+from cbatch.errors import UsageError
 from cbatch.models.generation import end_token_ids, generation_defaults
 from cbatch.models.hub import loading
 from cbatch.models.inspect import ModelShape, load_config
 from cbatch.models.machine import choose_device, choose_dtype, choose_num_threads
 from cbatch.models.patch import patch_refusal
-from cbatch.models.source import ModelSource, resolve_source
+from cbatch.models.source import TOKENIZER, ModelSource, resolve_source
 from cbatch.models.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -84,13 +87,16 @@ def tokenizer_source(config: EngineConfig, source: ModelSource) -> ModelSource:
     """Tell where the tokenizer lies, the model lying at `source`. Raises UsageError."""
     if config.tokenizer is None:
         return source
-    return resolve_source(config.tokenizer, trust_remote_code=config.trust_remote_code)
+    return resolve_source(config.tokenizer, trust_remote_code=config.trust_remote_code, role=TOKENIZER)
 
 
 def _read_generation_config(source: ModelSource, model_config: PretrainedConfig) -> GenerationConfig:
-    """Read it as transformers does for a model: from its own file, else from the config."""
+    """Read it as transformers does for a model: from its own file, else from the config. Raises UsageError."""
     with loading("the generation config", source):
         try:
             return GenerationConfig.from_pretrained(source.path, revision=source.revision or "main")
-        except OSError:
+        except OSError as error:
+            file = Path(source.path) / GENERATION_CONFIG_NAME
+            if source.gguf_file is None and file.exists():  # transformers would go on as if it were not there
+                raise UsageError(f"{file} is not JSON that can be read", hint="mend it, or remove it") from error
             return GenerationConfig.from_model_config(model_config)

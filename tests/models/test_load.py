@@ -91,8 +91,20 @@ def test_a_truncated_checkpoint_is_a_usage_error(copy: Path) -> None:
 def test_weights_of_another_size_are_a_usage_error(copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
-    with pytest.raises(UsageError, match="the weights"):
+    with pytest.raises(UsageError, match=r"the weights .* have other sizes than its config says"):
         load(EngineConfig(model=str(copy)))
+
+
+@pytest.mark.parametrize("content", ["", "{", "x"])
+def test_a_damaged_generation_config_is_not_passed_over(copy: Path, content: str) -> None:
+    (copy / "generation_config.json").write_text(content)
+    with pytest.raises(UsageError, match=r"generation_config\.json is not JSON that can be read \(mend it"):
+        load(EngineConfig(model=str(copy)))
+
+
+def test_without_a_generation_config_the_model_loads(copy: Path) -> None:
+    (copy / "generation_config.json").unlink()
+    assert load(EngineConfig(model=str(copy))).generation_defaults == {}
 
 
 def test_a_folder_without_weights_is_a_usage_error(copy: Path) -> None:

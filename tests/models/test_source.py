@@ -11,7 +11,7 @@ import pytest
 from cbatch.config import EngineConfig
 from cbatch.errors import UsageError
 from cbatch.models.inspect import inspect_model
-from cbatch.models.source import ModelSource, resolve_source
+from cbatch.models.source import TOKENIZER, ModelSource, resolve_source
 
 
 def test_a_folder_with_a_config_is_a_model_whatever_else_it_holds(tmp_path: Path) -> None:
@@ -71,6 +71,28 @@ def test_an_empty_folder_and_a_file_of_another_kind_are_usage_errors(tmp_path: P
     (tmp_path / "prompts.jsonl").touch()
     with pytest.raises(UsageError, match="is a file"):
         resolve_source(str(tmp_path / "prompts.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["", "a.gguf"])
+def test_a_revision_of_what_is_no_repository_is_a_usage_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(UsageError, match=r"--revision is for hub repositories.*leave --revision out"):
+        resolve_source(str(tmp_path / name), revision="v1")
+
+
+def test_a_wrong_tokenizer_is_not_blamed_on_the_model(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in (str(tmp_path), str(tmp_path / "file"), "/no/such/folder", "gone.gguf"):
+        with pytest.raises(UsageError) as raised:
+            resolve_source(name, role=TOKENIZER)
+        assert "--tokenizer" in (raised.value.hint or "")
+        assert "model" not in str(raised.value)
+
+
+def test_a_tokenizer_needs_no_models_config(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert resolve_source(str(tmp_path), role=TOKENIZER) == ModelSource(str(tmp_path))
 
 
 @pytest.mark.parametrize("model", ["gpt2", "org/model-1.5b"])
