@@ -31,7 +31,7 @@ from cbatch.engine.samples import SampleGroups
 from cbatch.engine.speculation import Results
 from cbatch.engine.stats import EngineStats
 from cbatch.engine.step import FinishedRequest, StepLimits, StepPlan
-from cbatch.errors import EngineError, RowError
+from cbatch.errors import DoesNotFitError, EngineError, RowError
 from cbatch.models.inspect import inspect_model
 from cbatch.models.load import LoadedModel, load_model
 from cbatch.models.outline import ModelOutline
@@ -101,7 +101,7 @@ class Engine:
 
     @classmethod
     def over(cls, loaded: LoadedModel, config: EngineConfig, mode: Mode = MODES[CHUNKED]) -> Engine:
-        """Build an engine around a model that is in memory already."""
+        """Build an engine around a model that is in memory already. Raises UsageError."""
         plan = plan_over(loaded, config, mode)
         cache = build_cache(
             loaded.shape.sliding_windows,
@@ -112,7 +112,16 @@ class Engine:
             allow_block_sharing=plan.allow_block_sharing,
         )
         rows = row_multiple(loaded) if plan.deterministic else None
-        runner = ModelRunner(loaded, cache.pool, cache.allocators, plan.num_host_pages, rows)
+        try:
+            runner = ModelRunner(loaded, cache.pool, cache.allocators, plan.num_host_pages, rows)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DoesNotFitError(
+                f"the memory for {plan.num_blocks} blocks of KV cache, and {plan.cpu_offload_space:g} GiB to move them "
+                "to, is not to be had",
+                hint="lower num_blocks, max_memory_percent or cpu_offload_space",
+            ) from error
         return cls(config, plan, loaded, cache, runner, mode)
 
     def observe(self, observer: Observer) -> None:

@@ -133,7 +133,9 @@ def plan_engine(
     percent = decided.choose("max_memory_percent", config.max_memory_percent, defaults.max_memory_percent, by_device)
     offload = decided.choose("cpu_offload_space", config.cpu_offload_space or None, 0.0, "off by default")
     host_pages = int(offload * GIB) // page_bytes(shape, loaded.dtype, page_size)
-    budget = memory.num_bytes * percent - (offload * GIB if device.type == "cpu" else 0)
+    budget = memory.num_bytes * percent
+    if device.type == "cpu":
+        budget -= _check_offload(offload, memory, budget)
     batch = _plan_batch(config, loaded, decided, defaults, max_model_len, budget, attention.gathers)
     largest = replace(batch, max_batch_tokens=mode.largest_step(batch.max_batch_tokens, max_model_len))
     num_blocks = _plan_num_blocks(config, decided, largest, memory, budget)
@@ -164,6 +166,20 @@ def plan_engine(
         attention=attention.name,
         reasons=decided.reasons,
     )
+
+
+def _check_offload(offload: float, memory: FreeMemory, budget: float) -> float:
+    """Return the bytes of a host pool in the cache's own memory, where that leaves any. Raises DoesNotFitError."""
+    if offload * GIB < budget or not offload:
+        return offload * GIB
+    raise DoesNotFitError(
+        f"cpu_offload_space {offload:g} GiB leaves nothing for the KV cache: {_may_be_taken(memory, budget)}",
+        hint="lower cpu_offload_space, or raise max_memory_percent",
+    )
+
+
+def _may_be_taken(memory: FreeMemory, budget: float) -> str:
+    return f"{format_bytes(budget)} of {format_bytes(memory.num_bytes)} ({memory.source}) may be taken"
 
 
 class _Decisions:
@@ -267,13 +283,13 @@ def _plan_num_blocks(
     num_blocks = decided.choose("num_blocks", config.num_blocks, min(fitting, usable), reason)
     if 1 <= num_blocks <= fitting:
         return num_blocks
-    have = f"{format_bytes(max(0, budget))} of {format_bytes(memory.num_bytes)} ({memory.source}) may be taken"
+    have = _may_be_taken(memory, budget)
     step = f"a step of {batch.max_batch_tokens} tokens takes {format_bytes(batch.step(max(1, num_blocks)).total)} of it"
     if fitting == 0:
         raise DoesNotFitError(
             f"no memory is left for the KV cache: {have}, and {step}",
-            hint="lower max_batch_tokens, max_requests_per_batch or cpu_offload_space, raise max_memory_percent, or "
-            "take a smaller model",
+            hint="lower page_size, max_batch_tokens, max_requests_per_batch or cpu_offload_space, raise "
+            "max_memory_percent, or take a smaller model",
         )
     asked = format_bytes(num_blocks * block_bytes(batch.shape, batch.dtype, batch.page_size))
     raise DoesNotFitError(

@@ -171,6 +171,7 @@ def test_stop_strings_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--stop", "", "none of them empty"),
         ("--limit", "-5", "from 1 to"),
         ("--error-tolerance", "1.5", "from 0 to 1"),
+        ("--safety-margin", "-0.1", "from 0 to below 1"),
         ("--max-errors", "0", "from 1 to"),
         ("--grace", "-1", "from 0 to"),
         ("--interrupted-exit-code", "256", "from 0 to 255"),

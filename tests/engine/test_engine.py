@@ -303,6 +303,15 @@ def test_a_cache_that_does_not_fit_says_what_would(loaded: LoadedModel) -> None:
         make_engine(loaded, num_blocks=10**12)
 
 
+def test_memory_that_is_not_to_be_had_after_all_is_told(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes")
+
+    monkeypatch.setattr("cbatch.engine.engine.ModelRunner", fail)
+    with pytest.raises(DoesNotFitError, match=r"64 blocks .* is not to be had \(lower num_blocks"):
+        make_engine(loaded, num_blocks=64)
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [

@@ -185,6 +185,15 @@ def test_where_nothing_is_left_for_the_cache_each_advice_works(
     assert plan.num_blocks >= (num_blocks or 1)
 
 
+@pytest.mark.parametrize("space", [0.6, 1.0, 500.0])
+def test_host_memory_that_leaves_nothing_is_told_by_its_name(loaded: LoadedModel, space: float) -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        make_plan(loaded, SMALL, GIB, cpu_offload_space=space)
+    message = f"cpu_offload_space {space:g} GiB leaves nothing for the KV cache: 614 MiB of 1 GiB (available memory)"
+    assert message in str(caught.value)
+    assert "-" not in str(caught.value)
+
+
 # The rest of the memory system's settings
 
 
