@@ -1,6 +1,6 @@
 """How many bytes each consumer of memory takes: one formula a consumer, added up by the plan.
 
-The numbers follow from what the forward pass, the reference attention and the sampler allocate. On a CPU, in float32,
+The numbers follow from what the forward pass, attention and the sampler allocate. On a CPU, in float32,
 their sum with weights and cache was within 5 % of the measured peaks of SmolLM2-135M, Gemma-3-270M and a random Llama,
 with small caches and with large ones; a test repeats the last. Leaves out what is decided with it, and what is there
 before: the tokenizer.
@@ -29,7 +29,7 @@ class StepFootprint:
     """Bytes that one forward pass takes beside weights and cache."""
 
     activations: int
-    attention: int  # context gathered and scored by attention without a compiled kernel; its masks
+    attention: int  # context gathered and scored where no compiled kernel attends; its masks
     logits: int
     index_tensors: int
 
@@ -45,9 +45,12 @@ class StepFootprint:
 
 
 def step_footprint(
-    shape: ModelShape, dtype: torch.dtype, *, max_batch_tokens: int, max_requests: int, max_context: int
+    shape: ModelShape, dtype: torch.dtype, *, max_batch_tokens: int, max_requests: int, max_context: int, gathers: bool
 ) -> StepFootprint:
-    """Add up what a pass of the largest batch holds at once, none of whose contexts is longer than `max_context`."""
+    """Add up what a pass of the largest batch holds at once, none of whose contexts is longer than `max_context`.
+
+    `gathers` tells whether attention copies the context out of the pages, as the reference does.
+    """
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     in_attention = 2 * shape.hidden_size + 3 * heads  # residual, normed; q, k, v, rotated and once more in between
     in_mlp = 2 * shape.hidden_size + 4 * shape.intermediate_size  # gate, up, activated, their product
@@ -57,7 +60,7 @@ def step_footprint(
     drawn = min(num_logits, max(shape.vocab_size, MAX_DRAWN))
     return StepFootprint(
         activations=max_batch_tokens * max(in_attention, in_mlp) * dtype.itemsize,
-        attention=gathered + scores,
+        attention=gathered + scores if gathers else 0,
         # As the model gives them, and a copy in float32 that sampling changes.
         logits=num_logits * (dtype.itemsize + torch.float32.itemsize) + drawn * DRAWING_BYTES,
         index_tensors=INDEX_TENSORS * max_batch_tokens * torch.int64.itemsize,

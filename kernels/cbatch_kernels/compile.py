@@ -50,10 +50,11 @@ CPU_FIELDS = ("model name", "flags", "features", "cpu implementer", "cpu part")
 
 @dataclass(frozen=True, slots=True)
 class CompiledKernels:
-    """The opened library; None where there is none, and `reason` then says why."""
+    """The opened library and who built it; None where there is none, and `reason` then says why."""
 
     library: ctypes.CDLL | None
     reason: str
+    instructions: str = ""  # what vectors are made of: other ones round otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def load_kernels() -> CompiledKernels:
         logger.warning("no compiled CPU kernels, so PyTorch's slower operations run: %s", error)
         return CompiledKernels(None, str(error))
     library.cbatch_instruction_set.restype = ctypes.c_char_p
-    return CompiledKernels(library, f"{library.cbatch_instruction_set().decode()}, built with {compiler.version}")
+    return CompiledKernels(library, f"built with {compiler.version}", library.cbatch_instruction_set().decode())
 
 
 def find_compiler() -> Compiler:

@@ -1,15 +1,25 @@
-"""Which implementation of an op runs: the only place that looks at the device.
+"""Which implementation of an op runs: the only place that decides.
 
-Called by cbatch/models; today every device gets the plain PyTorch references.
+Called by cbatch/models. On a CPU the compiled kernels run where the machine could build them and they take the tensors;
+everywhere else the PyTorch references do.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from cbatch_kernels.cache_write import cache_write_compiled, cache_write_ref, can_compile_cache_write
 from cbatch_kernels.compile import load_kernels
+from cbatch_kernels.compiled_attention import (
+    paged_attention_compiled,
+    refuses_compiled_attention,
+    takes_compiled_attention,
+)
 from cbatch_kernels.fixed_order_attention import fixed_order_attention
 from cbatch_kernels.metadata import PagedMetadata
 from cbatch_kernels.paged_attention import paged_attention_ref
@@ -17,11 +27,28 @@ from cbatch_kernels.rms_norm import rms_norm_compiled, rms_norm_ref, takes_compi
 from cbatch_kernels.rope import rope_compiled, rope_ref, takes_compiled_rope
 
 
-def describe_kernels(device: torch.device, *, fixed_order: bool = False) -> str:
-    """Name what runs on a device, for the settings that a run reports."""
-    if fixed_order:
-        return "PyTorch in a fixed order"
-    return f"PyTorch reference (no compiled kernels for {device.type})"
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """What attends, for the settings that a run reports, and whether it takes memory for copies of the context."""
+
+    name: str
+    reason: str
+    gathers: bool
+
+
+def choose_attention(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, fixed_order: bool = False
+) -> AttentionChoice:
+    """Tell what `paged_attention` runs for a model."""
+    if device.type != "cpu":
+        reason = f"there are no compiled kernels for {device.type}"
+    elif (refused := refuses_compiled_attention(dtype, head_dim)) is not None:
+        reason = f"the compiled kernels have {refused}"
+    elif (kernels := load_kernels()).library is None:
+        reason = kernels.reason
+    else:
+        return AttentionChoice(f"compiled for {kernels.instructions}", kernels.reason, gathers=False)
+    return AttentionChoice("PyTorch in a fixed order" if fixed_order else "PyTorch reference", reason, gathers=True)
 
 
 def paged_attention(
@@ -40,19 +67,14 @@ def paged_attention(
 
     With a `row_multiple`, as `fixed_order_attention`: what a token gets does not depend on the batch, to the bit.
     """
-    if row_multiple is not None:
-        return fixed_order_attention(
-            query,
-            key_pages,
-            value_pages,
-            metadata,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
-            row_multiple=row_multiple,
-        )
-    return paged_attention_ref(
+    attend: Callable[..., Tensor]
+    if takes_compiled_attention(query, key_pages, value_pages) and (library := load_kernels().library) is not None:
+        attend = partial(paged_attention_compiled, library)  # in a fixed order in any case
+    elif row_multiple is not None:
+        attend = partial(fixed_order_attention, row_multiple=row_multiple)
+    else:
+        attend = paged_attention_ref
+    return attend(
         query,
         key_pages,
         value_pages,

@@ -35,7 +35,8 @@ class PagedMetadata:
     num_query_tokens: int  # T; a query tensor may be longer, the rest is padding
     max_query_len: int
     max_context_len: int
-    context_starts_host: HostLengths | None = None  # int32 [S]: the position of context token 0; None: 0 for all
+    context_starts: Tensor | None = None  # int32 [S]: the position of context token 0; None: 0 for all
+    context_starts_host: HostLengths | None = None
 
     @classmethod
     def build(
@@ -63,5 +64,6 @@ class PagedMetadata:
             num_query_tokens=int(cumulative[-1]),
             max_query_len=int(query_lens.max()),
             max_context_len=int(context_lens.max()),
+            context_starts=None if context_starts is None else torch.from_numpy(context_starts).to(device),
             context_starts_host=context_starts,
         )

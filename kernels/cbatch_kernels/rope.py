@@ -3,7 +3,8 @@
     heads      [T, num_heads, head_dim], any strides but a dense last dimension; changed in place
     cos, sin   [T, rotary_dim] of heads' dtype; rotary_dim <= head_dim, and dimensions beyond it stay as they are
 
-Computed in float32, rounded once. Called by the fused attention of cbatch/models/fused.py, through `dispatch`. Leaves out the angles.
+Computed in float32, rounded once. Called by the fused attention of cbatch/models/fused.py, through `dispatch`. Leaves
+out the angles.
 Source: RoFormer, arXiv:2104.09864, with the pairing of GPT-NeoX.
 """
 

@@ -71,6 +71,7 @@ def main(folder: str, free_bytes: int, settings: dict[str, object]) -> dict[str,
         max_batch_tokens=plan.max_batch_tokens,
         max_requests=plan.max_requests_per_batch,
         max_context=longest_context(shape, torch.float32, cache_bytes, plan.max_model_len),
+        gathers=not plan.attention.startswith("compiled"),
     )
     return {
         "measured": peak_anonymous() - after_imports,

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from cbatch_kernels import dispatch
+from cbatch_kernels.compile import CompiledKernels
+from cbatch_kernels.dispatch import choose_attention
 
 from cbatch.config import EngineConfig, SamplingParams
 from cbatch.engine import determinism
@@ -25,6 +28,12 @@ SETTINGS: dict[str, dict[str, object]] = {
     "soft resets": {"num_blocks": 56},
     "offloads": {"num_blocks": 56, "cpu_offload_space": 0.01},
 }
+
+
+@pytest.fixture
+def only_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a compiler."""
+    monkeypatch.setattr(dispatch, "load_kernels", lambda: CompiledKernels(None, "a test wants none"))
 
 
 @pytest.fixture(
@@ -67,8 +76,17 @@ def test_tokens_and_scores_are_the_same_to_the_bit(loaded: LoadedModel) -> None:
         assert (engine.stats.preemptions > 0) == ("num_blocks" in settings)
 
 
+@pytest.mark.usefixtures("only_references")
+def test_so_they_are_without_compiled_kernels(loaded: LoadedModel) -> None:
+    prompts = make_prompts()[:8]
+    expected, _ = run(loaded, prompts)
+    results, _ = run(loaded, prompts, **SETTINGS["chunks"])
+    assert results == expected
+
+
+@pytest.mark.usefixtures("only_references")
 def test_without_it_the_bits_do_depend(loaded: LoadedModel) -> None:
-    """What the test above compares differs where nothing is done for it."""
+    """What the test above compares differs where nothing is done for it; the compiled kernels always do it."""
     prompts = make_prompts()
     plain, _ = run(loaded, prompts, deterministic=False)
     cut, _ = run(loaded, prompts, deterministic=False, max_batch_tokens=7)
@@ -97,4 +115,5 @@ def test_it_is_a_setting_with_a_reason(loaded: LoadedModel) -> None:
     _, engine = run(loaded, [])
     settings = engine.plan.settings()
     assert settings["deterministic"] == {"value": True, "reason": "given"}
-    assert settings["attention"]["value"] == "PyTorch in a fixed order"
+    choice = choose_attention(loaded.device, loaded.dtype, loaded.shape.head_dim, fixed_order=True)
+    assert settings["attention"] == {"value": choice.name, "reason": choice.reason}

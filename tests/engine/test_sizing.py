@@ -169,13 +169,18 @@ def test_no_context_is_longer_than_the_cache_holds() -> None:
     ],
 )
 def test_each_limit_is_paid_for_where_it_is_used(more: dict[str, int], grows: str) -> None:
-    limits = {"max_batch_tokens": 512, "max_requests": 128, "max_context": 8192}
+    limits = {"max_batch_tokens": 512, "max_requests": 128, "max_context": 8192, "gathers": True}
     before = step_footprint(make_shape(), torch.float32, **limits)
     after = step_footprint(make_shape(), torch.float32, **(limits | more))
     changed = {name for name in ("activations", "attention", "logits") if getattr(before, name) != getattr(after, name)}
     assert changed == {grows}
     assert getattr(after, grows) > getattr(before, grows)
     assert after.total >= before.total
+
+
+def test_attention_that_copies_nothing_takes_nothing() -> None:
+    limits = {"max_batch_tokens": 512, "max_requests": 128, "max_context": 8192}
+    assert step_footprint(make_shape(), torch.float32, gathers=False, **limits).attention == 0
 
 
 # What a run takes
@@ -207,15 +212,16 @@ def middling(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(not CLEAR_REFS.exists(), reason="the peak of memory can be reset on Linux only")
 @pytest.mark.parametrize(
-    ("free_bytes", "settings"),
+    ("free_bytes", "settings", "compiler"),
     [
-        (4 * GIB, {"num_blocks": 80}),  # mostly weights and step
-        (GIB, {"max_memory_percent": 0.6, "cpu_offload_space": 0.1}),
+        (4 * GIB, {"num_blocks": 80}, {}),  # mostly weights and step
+        (GIB, {"max_memory_percent": 0.6, "cpu_offload_space": 0.1}, {}),
+        (4 * GIB, {"num_blocks": 80}, {"CXX": "none"}),  # the reference attends
     ],
-    ids=["num_blocks", "max_memory_percent"],
+    ids=["num_blocks", "max_memory_percent", "num_blocks-no_compiler"],
 )
 def test_a_run_peaks_within_a_tenth_of_what_was_planned(
-    middling: Path, free_bytes: int, settings: dict[str, object]
+    middling: Path, free_bytes: int, settings: dict[str, object], compiler: dict[str, str]
 ) -> None:
     command = [
         sys.executable,
@@ -226,7 +232,7 @@ def test_a_run_peaks_within_a_tenth_of_what_was_planned(
         json.dumps(settings),
     ]
     result = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+        command, cwd=ROOT, env=os.environ | compiler | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])

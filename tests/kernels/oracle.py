@@ -43,17 +43,23 @@ class Case:
     sinks: Tensor | None
 
 
-def build_case(variant: Variant, lens: list[tuple[int, int]], *, padding: int = 0, seed: int = 0) -> Case:
-    """Build a batch of (query length, context length) rows; keys that no query may see stay NaN."""
+def build_case(
+    variant: Variant, lens: list[tuple[int, int]], *, padding: int = 0, seed: int = 0, shared_pages: int = 0
+) -> Case:
+    """Build a batch of (query length, context length) rows; keys that no query may see stay NaN.
+
+    All rows begin with the same `shared_pages` of the first one, which no window may leave out.
+    """
     generator = torch.Generator().manual_seed(seed)
     page_size, window = variant.page_size, variant.sliding_window
     width = max(-(-context // page_size) for _, context in lens) + 1
     num_pages = 2 + len(lens) * width
     tables = (torch.randperm(num_pages - 1, generator=generator)[: len(lens) * width] + 1).view(len(lens), width)
+    tables[:, :shared_pages] = tables[0, :shared_pages].clone()
     pools = torch.full((2, num_pages, variant.kv_heads, page_size, variant.head_dim), math.nan, dtype=variant.dtype)
     for row, (num_queries, context) in enumerate(lens):
         first = 0 if window is None else max(0, context - num_queries - window + 1)
-        for position in range(first, context):
+        for position in range(max(first, shared_pages * page_size if row else 0), context):
             drawn = torch.randn(2, variant.kv_heads, variant.head_dim, generator=generator)
             pools[:, tables[row, position // page_size], :, position % page_size] = drawn.to(variant.dtype)
         tables[row, -(-context // page_size) :] = 0  # a page of NaN, as padding
@@ -85,20 +91,17 @@ def attend(case: Case, variant: Variant) -> Tensor:
             start = 0 if variant.sliding_window is None else max(0, position - variant.sliding_window + 1)
             heads = []
             for head in range(variant.num_heads):
-                keys, values = (
-                    torch.stack([_slot(pages, case, row, at, head // group) for at in range(start, position + 1)])
-                    for pages in (case.key_pages, case.value_pages)
-                )
+                slots = range(start, position + 1)
+                keys, values = (_slots(p, case, row, slots, head // group) for p in (case.key_pages, case.value_pages))
                 heads.append(_attend_one(case.query[token, head].double(), keys, values, case, variant, head))
             results.append(torch.stack(heads))
             token += 1
     return torch.stack(results)
 
 
-def _slot(pages: Tensor, case: Case, row: int, position: int, kv_head: int) -> Tensor:
-    page_size = pages.shape[2]
-    page = int(case.metadata.block_tables[row, position // page_size])
-    return pages[page, kv_head, position % page_size].double()
+def _slots(pages: Tensor, case: Case, row: int, positions: range, kv_head: int) -> Tensor:
+    page_size, at = pages.shape[2], torch.tensor(positions)
+    return pages[case.metadata.block_tables[row].long()[at // page_size], kv_head, at % page_size].double()
 
 
 def _attend_one(query: Tensor, keys: Tensor, values: Tensor, case: Case, variant: Variant, head: int) -> Tensor:

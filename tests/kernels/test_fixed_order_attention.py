@@ -1,4 +1,7 @@
-"""Attention in a fixed order: right by the oracle, and the same bits however a sequence is cut and beside whom."""
+"""Attention in a fixed order: right by the oracle, and the same bits however a sequence is cut and beside whom.
+
+Holds of the compiled kernel too, which runs in its place where there is one.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from cbatch_kernels.metadata import PagedMetadata
 from torch import Tensor
 
 from tests.kernels.oracle import TOLERANCE, Case, Variant, attend, build_case
+
+pytestmark = pytest.mark.usefixtures("implementation")
 
 ROWS = 8 * torch.get_num_threads()
 LENS = [(1, 1), (1, 300), (1, 17), (5, 5), (7, 270), (30, 30)]
@@ -96,3 +101,25 @@ def test_bits_do_not_depend_on_chunks_and_neighbours(variant: Variant) -> None:
         for drop in drops:
             result = run(part(case, lens, wanted, drop), variant)
             assert torch.equal(result, torch.cat([expected(*span) for span in wanted])), (wanted, drop)
+
+
+@pytest.mark.parametrize("variant", [Variant(), Variant(num_heads=9, kv_heads=3, page_size=8), VARIANTS[-2]], ids=repr)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_bits_depend_neither_on_who_shares_pages_nor_on_threads(
+    implementation: str, variant: Variant, num_threads: int
+) -> None:
+    lens = [(1, 200), (1, 150), (1, 149), (1, 90), (1, 200), (1, 70), (30, 160)]
+    case = build_case(variant, lens, shared_pages=64 // variant.page_size)
+    before = torch.get_num_threads()
+    together = run(case, variant)
+    if implementation == "compiled":  # the reference needs more rows for more threads
+        torch.set_num_threads(num_threads)
+    try:
+        assert torch.equal(run(case, variant), together)
+        first = 0
+        for sequence, (num_queries, context) in enumerate(lens):
+            alone = part(case, lens, [(sequence, context - num_queries, context)], 0)
+            assert torch.equal(run(alone, variant), together[first : first + num_queries])
+            first += num_queries
+    finally:
+        torch.set_num_threads(before)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from tests.kernels.oracle import TOLERANCE, Case, Variant, attend, build_case
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 MIXED = [(1, 1), (1, 17), (1, 40), (1, 3), (5, 5), (7, 33), (1, 20), (19, 19)]
 VARIANTS = [
     Variant(),
@@ -20,6 +22,9 @@ VARIANTS = [
     Variant(num_heads=9, kv_heads=3, head_dim=48),
     Variant(num_heads=2, kv_heads=2, head_dim=256),
     Variant(head_dim=128, scaling=0.5),
+    Variant(num_heads=5, kv_heads=1, head_dim=40),
+    Variant(num_heads=14, kv_heads=2, head_dim=72, page_size=5),
+    Variant(num_heads=3, kv_heads=3, head_dim=80),
     Variant(head_dim=33, scaling=0.05),
     Variant(sliding_window=1),
     Variant(sliding_window=7, page_size=4),
@@ -91,6 +96,58 @@ def test_tiles_and_groups_cut_anywhere_change_nothing(variant: Variant, monkeypa
     monkeypatch.setattr(module, "QUERY_TILE", 3)
     monkeypatch.setattr(module, "MAX_GATHERED_TOKENS", 50)
     check(build_case(variant, MIXED), variant)
+
+
+SHARING = [(1, 70), (1, 200), (1, 133), (1, 64), (1, 65), (1, 10), (1, 130), (1, 190), (3, 150), (40, 130)]
+
+
+@pytest.mark.parametrize(
+    ("variant", "shared_pages"),
+    [
+        (Variant(), 4),
+        (Variant(num_heads=3, kv_heads=1), 2),
+        (Variant(page_size=64), 1),
+        (Variant(page_size=5, has_sinks=True, softcap=4.0), 14),
+        (Variant(dtype=torch.bfloat16, num_heads=9, kv_heads=3), 3),
+    ],
+    ids=repr,
+)
+def test_rows_that_begin_with_the_same_pages_equal_the_oracle(variant: Variant, shared_pages: int) -> None:
+    check(build_case(variant, SHARING, shared_pages=shared_pages), variant)
+
+
+def test_long_contexts_of_every_length_around_a_block_equal_the_oracle() -> None:
+    variant = Variant(num_heads=2)
+    check(build_case(variant, [*((1, n) for n in (63, 64, 65, 127, 128, 129)), (66, 130)]), variant)
+
+
+@pytest.mark.parametrize("softcap", [None, 50.0])
+def test_scores_of_any_size_are_weighed_right(softcap: float | None) -> None:
+    """One key far above the others takes all; a context of equal ones shares; all of them far below zero do too."""
+    variant = Variant(num_heads=1, kv_heads=1, softcap=softcap, scaling=1.0)
+    case = build_case(variant, [(1, 100)])
+    table, size = case.metadata.block_tables[0], variant.page_size
+    for factor in (1e4, -1e4, 0.0):
+        case.query[:] = factor
+        for position in range(100):
+            case.key_pages[table[position // size], 0, position % size] = 1.0 if position == 37 else 0.5
+        result = run(case, variant)[0, 0]
+        expected = attend(case, variant)[0, 0]
+        torch.testing.assert_close(result.double(), expected, atol=5e-6, rtol=5e-6)
+        assert result.isfinite().all()
+
+
+def test_a_row_that_is_not_finite_spoils_no_other() -> None:
+    variant = Variant()
+    case = build_case(variant, MIXED)
+    clean = run(case, variant)
+    case.query[3] = float("nan")
+    case.query[10, 1] = float("inf")
+    spoilt = run(case, variant)
+    others = [token for token in range(case.metadata.num_query_tokens) if token not in (3, 10)]
+    assert torch.equal(spoilt[others], clean[others])
+    assert spoilt[3].isnan().all()
+    assert spoilt[10, 1].isnan().all()
 
 
 def test_padding_behind_the_batch_gives_zeros() -> None:

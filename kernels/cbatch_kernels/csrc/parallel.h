@@ -1,7 +1,7 @@
 // Loops over the threads of torch's own OpenMP runtime: a second pool would fight the first, whose threads spin.
 //
-// GOMP_parallel is exported by GNU's, LLVM's and Intel's runtimes alike, and found among the symbols that torch has made
-// visible; so any compiler will do, and none needs an OpenMP of its own.
+// GOMP_parallel is exported by GNU's, LLVM's and Intel's runtimes alike, and found among the symbols that torch has
+// made visible; so any compiler will do, and none needs an OpenMP of its own.
 #pragma once
 
 #include <atomic>
@@ -13,8 +13,8 @@ extern "C" void GOMP_parallel(void (*body)(void *), void *data, unsigned num_thr
 
 namespace cbatch {
 
-// Call body(i) for each i below `count`, in any order, `grain` at a time, each from one of `num_threads` threads.
-// `num_threads` is torch.get_num_threads(): a runtime that is asked for fewer now and then ends threads and starts them again.
+// Call body(i) for each i below `count`, in any order, `grain` at a time, each from one of `num_threads` threads. These
+// are torch.get_num_threads(): a runtime that is asked for fewer now and then ends threads and starts them again.
 template <class Body>
 void parallel_for(long count, long grain, long num_threads, const Body &body) {
     struct Shared {

@@ -1,19 +1,14 @@
 // Vectors of floats, as wide as the compiler's target has them, and the few operations that the kernels are made of.
 //
 // GCC's and Clang's vector types; instructions are named only where the types cannot say what is meant, and each has a
-// plain form beside it. Nothing here depends on what surrounds it: an operation on the same numbers gives the same bits
-// wherever it is used (the library is compiled with -ffp-contract=off, and `fma` alone fuses).
+// plain form beside it. They are named in assembly: the compilers' headers take longer to read than all the rest.
+// Nothing here depends on what surrounds it: an operation on the same numbers gives the same bits wherever it is used
+// (the library is compiled with -ffp-contract=off, and `fma` alone fuses).
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <limits>
-
-#if defined(__x86_64__) || defined(__i386__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
 
 namespace cbatch {
 
@@ -28,10 +23,8 @@ namespace cbatch {
 #endif
 constexpr int WIDTH = CBATCH_WIDTH;
 
-#if !defined(CBATCH_PLAIN) && defined(__AVX512F__)
-#define CBATCH_AVX512 1
-#elif !defined(CBATCH_PLAIN) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#define CBATCH_AVX2 1
+#if !defined(CBATCH_PLAIN) && (defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)))
+#define CBATCH_X86 1
 #elif !defined(CBATCH_PLAIN) && defined(__aarch64__)
 #define CBATCH_NEON 1
 #endif
@@ -82,34 +75,38 @@ inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // a * b + c, rounded once where the target can.
 inline Floats fma(Floats a, Floats b, Floats c) {
-#if defined(CBATCH_AVX512)
-    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(CBATCH_AVX2)
-    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#if defined(CBATCH_X86)
+    asm("vfmadd231ps %2, %1, %0" : "+v"(c) : "v"(a), "vm"(b));
+    return c;
 #elif defined(CBATCH_NEON)
-    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+    asm("fmla %0.4s, %1.4s, %2.4s" : "+w"(c) : "w"(a), "w"(b));
+    return c;
 #else
     return a * b + c;
 #endif
 }
 
-inline Floats widen_bfloat16(Shorts bits) {
-#if defined(CBATCH_AVX512)
-    return (Floats)((Ints)_mm512_cvtepu16_epi32((__m256i)bits) << 16);
-#elif defined(CBATCH_AVX2)
-    return (Floats)((Ints)_mm256_cvtepu16_epi32((__m128i)bits) << 16);
+inline Ints lengthen(Shorts x) {
+#if defined(CBATCH_X86)  // which older compilers make three instructions of
+    Ints wide;
+    asm("vpmovzxwd %1, %0" : "=v"(wide) : "vm"(x));
+    return wide;
 #else
-    return (Floats)(__builtin_convertvector(bits, Ints) << 16);
+    return __builtin_convertvector(x, Ints);
 #endif
 }
 
+inline Floats widen_bfloat16(Shorts bits) {
+    return (Floats)(lengthen(bits) << 16);
+}
+
 inline Floats widen_float16(Shorts bits) {
-#if defined(CBATCH_AVX512)
-    return (Floats)_mm512_cvtph_ps((__m256i)bits);
-#elif defined(CBATCH_AVX2)
-    return (Floats)_mm256_cvtph_ps((__m128i)bits);
+#if defined(CBATCH_X86)
+    Floats wide;
+    asm("vcvtph2ps %1, %0" : "=v"(wide) : "vm"(bits));
+    return wide;
 #else
-    Ints wide = __builtin_convertvector(bits, Ints);
+    Ints wide = lengthen(bits);
     // Exponents are moved by a product, which takes numbers below the normal ones along; infinities and NaN are set.
     Floats moved = (Floats)((wide & 0x7fff) << 13) * 0x1p112f;
     Ints special = ((wide & 0x7c00) == 0x7c00) & 0x7f800000;
@@ -155,10 +152,9 @@ inline void store(BFloat16 *to, Floats x) {  // to the nearest, ties to even
 
 template <int count = WIDTH>
 inline void store(Float16 *to, Floats x) {
-#if defined(CBATCH_AVX512)
-    __m256i narrow = _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
-#elif defined(CBATCH_AVX2)
-    __m128i narrow = _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#if defined(CBATCH_X86)
+    Shorts narrow;
+    asm("vcvtps2ph $0, %1, %0" : "=v"(narrow) : "v"(x));
 #else
     Ints sign = ((Ints)x >> 16) & 0x8000, magnitude = (Ints)x & 0x7fffffff;
     // Normal numbers: round the dropped 13 bits. Smaller ones: a sum with 0.5 lines their bits up and rounds them.

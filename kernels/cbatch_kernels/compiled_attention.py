@@ -1,0 +1,125 @@
+"""Launches the compiled paged attention (csrc/paged_attention.h): no copy of the context, no mask.
+
+Arguments and result as in `paged_attention`. What a query token gets does not depend on the batch, to the bit, so this
+also serves where `fixed_order_attention` is asked for. Called through `dispatch`, on the CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from cbatch_kernels.elements import ELEMENTS
+from cbatch_kernels.metadata import PagedMetadata
+
+HEAD_MULTIPLE = 8  # as in csrc/attention_tile.h
+
+
+class _Arguments(ctypes.Structure):  # as in csrc/paged_attention.h; strides count elements
+    _fields_ = (
+        ("query", ctypes.c_void_p),
+        ("query_token_stride", ctypes.c_int64),
+        ("query_head_stride", ctypes.c_int64),
+        ("result", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("key_strides", ctypes.c_int64 * 3),  # page, head, slot
+        ("value_strides", ctypes.c_int64 * 3),
+        ("cu_seqlens_q", ctypes.c_void_p),
+        ("context_lens", ctypes.c_void_p),
+        ("context_starts", ctypes.c_void_p),
+        ("block_tables", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
+        ("num_sequences", ctypes.c_int64),
+        ("num_decode_rows", ctypes.c_int64),
+        ("num_query_tokens", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("page_size", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("num_threads", ctypes.c_int64),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+def refuses_compiled_attention(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Say why the kernel cannot run a model; None where it can."""
+    if dtype not in ELEMENTS:
+        return f"none for {_name(dtype)}"
+    if head_dim % HEAD_MULTIPLE:
+        return f"none for heads of {head_dim}, which is no multiple of {HEAD_MULTIPLE}"
+    return None
+
+
+def takes_compiled_attention(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> bool:
+    """Tell whether the kernel takes these tensors: heads in one piece, all of one dtype."""
+    return (
+        query.device.type == "cpu"
+        and refuses_compiled_attention(query.dtype, query.shape[-1]) is None
+        and query.dtype == key_pages.dtype == value_pages.dtype
+        and query.stride(-1) == key_pages.stride(-1) == value_pages.stride(-1) == 1
+    )
+
+
+def paged_attention_compiled(
+    library: ctypes.CDLL,
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    metadata: PagedMetadata,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend a ragged batch over its pages; padding after the batch's last query token gives zeros."""
+    num_tokens, num_heads, head_dim = query.shape
+    kv_heads, page_size = key_pages.shape[1:3]
+    tables, starts = metadata.block_tables, metadata.context_starts
+    assert num_heads % kv_heads == 0
+    assert value_pages.shape == key_pages.shape
+    assert tables.stride(1) == 1
+    result = query.new_empty(num_tokens, num_heads, head_dim)
+    sinks = None if sinks is None else sinks.detach().float().contiguous()
+    arguments = _Arguments(
+        query=query.data_ptr(),
+        query_token_stride=query.stride(0),
+        query_head_stride=query.stride(1),
+        result=result.data_ptr(),
+        keys=key_pages.data_ptr(),
+        values=value_pages.data_ptr(),
+        key_strides=key_pages.stride()[:3],
+        value_strides=value_pages.stride()[:3],
+        cu_seqlens_q=metadata.cu_seqlens_q.data_ptr(),
+        context_lens=metadata.context_lens.data_ptr(),
+        context_starts=None if starts is None else starts.data_ptr(),
+        block_tables=tables.data_ptr(),
+        table_stride=tables.stride(0),
+        sinks=None if sinks is None else sinks.data_ptr(),
+        num_sequences=len(tables),
+        num_decode_rows=metadata.num_decode_rows,
+        num_query_tokens=metadata.num_query_tokens,
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        window=sliding_window or 0,
+        num_threads=torch.get_num_threads(),
+        scaling=scaling,
+        softcap=softcap or 0.0,
+    )
+    attend = library[f"cbatch_paged_attention_{_name(query.dtype)}"]
+    attend(ctypes.byref(arguments))
+    return result
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

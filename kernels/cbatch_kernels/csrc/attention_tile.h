@@ -1,0 +1,227 @@
+// Attends rows (a query token's head each) to one block of BLOCK keys: scores, online softmax, weighted sum of values.
+//
+// What a row gets does not depend on the rows beside it. Blocks begin at multiples of BLOCK, in positions of the
+// sequence; a score is a sum over the head in one order; a block's weights are added up lane by lane, and values key by
+// key. A key that a row does not see weighs exactly zero, so it makes no difference whether it was looked at.
+//
+// The scores are logarithms to base 2: queries come multiplied by what that takes (see paged_attention.cpp).
+#pragma once
+
+#include <algorithm>
+
+#include "simd.h"
+
+namespace cbatch {
+
+constexpr int BLOCK = 64;
+constexpr int HEAD_MULTIPLE = 8;  // that heads are cut to: wider vectors have a half left over
+constexpr int KEYS = 4;                                // whose scores are summed at a time
+constexpr int MAX_ROWS = NUM_REGISTERS == 32 ? 6 : 3;  // that share each load; MAX_ROWS * KEYS sums stay in registers
+constexpr float MAX_EXPONENT = 60.0f;                  // beyond which tanh is 1
+
+// Keys and values that lie one after another; `first` is the first one's place in the block.
+template <class Element>
+struct Segment {
+    const Element *keys, *values;
+    int first, count;
+};
+
+struct Layout {
+    long head_dim, row_size;            // floats; row_size is head_dim filled up with zeros to whole vectors
+    long key_stride, value_stride;      // elements from one slot of a page to the next
+    float softcap;                      // in the unit of the scores; 0 for none
+};
+
+// The state of rows, each of which sees the keys at positions begin to end - 1.
+struct Rows {
+    float *query;             // [rows][row_size]
+    float *sums;              // [rows][row_size]: of weighted values
+    float *highest, *total;   // [rows]: the highest score, and the sum of weights relative to it
+    long *begin, *end;        // [rows]
+
+    Rows from(long row, long row_size) const {
+        return {query + row * row_size, sums + row * row_size, highest + row, total + row, begin + row, end + row};
+    }
+};
+
+// Memory to be fetched while the block before it is worked on: as many lines at a time as are read meanwhile.
+class Ahead {
+  public:
+    void add(const void *from, long bytes) {
+        auto *at = static_cast<const char *>(from);
+        runs[count++] = {at, at + bytes};
+    }
+
+    void fetch(long bytes) {
+        for (; bytes > 0; bytes -= LINE) {
+            if (at >= end) {
+                if (next == count) return;
+                at = runs[next].from, end = runs[next++].end;
+            }
+            __builtin_prefetch(at);
+            at += LINE;
+        }
+    }
+
+  private:
+    static constexpr long LINE = 64;
+    struct Run {
+        const char *from, *end;
+    };
+    Run runs[2 * BLOCK];
+    int count = 0, next = 0;
+    const char *at = nullptr, *end = nullptr;
+};
+
+// Scores [M][BLOCK] of M rows with K keys.
+template <int M, int K, class Element>
+inline void score(const float *query, const Element *keys, const Layout &layout, float *scores) {
+    Floats sum_of[M][K] = {};
+    long d = 0;
+    for (; d + WIDTH <= layout.head_dim; d += WIDTH) {
+        Floats part[M];
+        for (int m = 0; m < M; m++) part[m] = load(query + m * layout.row_size + d);
+        for (int k = 0; k < K; k++) {
+            Floats key = load(keys + k * layout.key_stride + d);
+            for (int m = 0; m < M; m++) sum_of[m][k] = fma(part[m], key, sum_of[m][k]);
+        }
+    }
+    if (WIDTH > HEAD_MULTIPLE && d < layout.head_dim)
+        for (int k = 0; k < K; k++) {
+            Floats key = load<WIDTH / 2>(keys + k * layout.key_stride + d);
+            for (int m = 0; m < M; m++)
+                sum_of[m][k] = fma(load(query + m * layout.row_size + d), key, sum_of[m][k]);
+        }
+    for (int m = 0; m < M; m++) {
+        if constexpr (K == 4) {
+            Quad four = sums(sum_of[m][0], sum_of[m][1], sum_of[m][2], sum_of[m][3]);
+            std::memcpy(scores + m * BLOCK, &four, sizeof four);
+        } else {
+            scores[m * BLOCK] = sum(sum_of[m][0]);
+        }
+    }
+}
+
+inline Floats cap(Floats x, float softcap) {
+    x = larger(splat(-MAX_EXPONENT), -larger(splat(-MAX_EXPONENT), -x));
+    Floats power = exp2(x);
+    return (power - 1.0f) / (power + 1.0f) * softcap;
+}
+
+// Turn the scores first to last - 1 of a row into weights, and update its state; the factor for its sums so far.
+inline float soften(float *scores, int first, int last, Rows row, long block_start, float softcap) {
+    Ints see_from = Ints{} + static_cast<int>(std::max(*row.begin - block_start, 0L));
+    Ints see_to = Ints{} + static_cast<int>(std::min<long>(*row.end - block_start, BLOCK));
+    first = first / WIDTH * WIDTH;
+    Floats top = splat(-INFINITE);
+    for (int i = first; i < last; i += WIDTH) {
+        Floats x = load(scores + i);
+        if (softcap != 0.0f) x = cap(x, softcap);
+        Ints lanes = iota() + i;
+        x = select((lanes >= see_from) & (lanes < see_to), x, splat(-INFINITE));
+        store(scores + i, x);
+        top = larger(x, top);
+    }
+    float raised = *row.highest;
+    for (int i = 0; i < WIDTH; i++) raised = top[i] > raised ? top[i] : raised;
+    // Nothing seen yet: any finite number keeps the weights at zero.
+    Floats base = splat(raised == -INFINITE ? 0.0f : raised);
+    float scale = exp2(splat(*row.highest) - base)[0];
+    Floats total = {};
+    for (int i = first; i < last; i += WIDTH) {
+        Floats weight = exp2(load(scores + i) - base);
+        store(scores + i, weight);
+        total += weight;
+    }
+    *row.total = *row.total * scale + sum(total);
+    *row.highest = raised;
+    return scale;
+}
+
+// Multiply N vectors of M rows' sums by `scales`, and add the values of keys first to last - 1 by their weights.
+template <int M, int N, int count, class Element>
+inline void weigh(float *sums, const float *weights, const float *scales, const Segment<Element> *segments,
+                  int num_segments, int first, int last, const Layout &layout, long d, Ahead &ahead) {
+    Floats sum_of[M][N];
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) sum_of[m][n] = load(sums + m * layout.row_size + n * WIDTH) * scales[m];
+    for (int s = 0; s < num_segments; s++) {
+        const Segment<Element> &segment = segments[s];
+        int end = std::min(segment.first + segment.count, last);
+        for (int i = std::max(segment.first, first); i < end; i++) {
+            const Element *value = segment.values + (i - segment.first) * layout.value_stride + d;
+            ahead.fetch(N * WIDTH * sizeof(Element));
+            Floats part[N];
+            for (int n = 0; n < N; n++) part[n] = load<count>(value + n * WIDTH);
+            for (int m = 0; m < M; m++) {
+                Floats weight = splat(weights[m * BLOCK + i]);
+                for (int n = 0; n < N; n++) sum_of[m][n] = fma(weight, part[n], sum_of[m][n]);
+            }
+        }
+    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) store(sums + m * layout.row_size + n * WIDTH, sum_of[m][n]);
+}
+
+// The same for whole rows from element d on, N vectors at a time as long as there are so many.
+template <int M, int N, class Element>
+inline void weigh_rows(float *sums, const float *weights, const float *scales, const Segment<Element> *segments,
+                       int num_segments, int first, int last, const Layout &layout, long d, Ahead &ahead) {
+    for (; d + N * WIDTH <= layout.head_dim; d += N * WIDTH)
+        weigh<M, N, WIDTH>(sums + d, weights, scales, segments, num_segments, first, last, layout, d, ahead);
+    if constexpr (N > 1)
+        weigh_rows<M, N == 8 ? 4 : 1>(sums, weights, scales, segments, num_segments, first, last, layout, d, ahead);
+    else if (WIDTH > HEAD_MULTIPLE && d < layout.head_dim)
+        weigh<M, 1, WIDTH / 2>(sums + d, weights, scales, segments, num_segments, first, last, layout, d, ahead);
+}
+
+template <int M, class Element>
+void attend_few(Rows rows, long block_start, const Segment<Element> *segments, int num_segments, const Layout &layout,
+                Ahead &ahead) {
+    long begin = *std::min_element(rows.begin, rows.begin + M), end = *std::max_element(rows.end, rows.end + M);
+    int first = static_cast<int>(std::max(begin - block_start, 0L));
+    int last = static_cast<int>(std::min<long>(end - block_start, BLOCK));
+    if (first >= last) return;
+    alignas(64) float scores[M * BLOCK];
+    for (int s = 0; s < num_segments; s++) {
+        const Segment<Element> &segment = segments[s];
+        int stop = std::min(segment.first + segment.count, last), i = std::max(segment.first, first);
+        const Element *keys = segment.keys + (i - segment.first) * layout.key_stride;
+        for (; i + KEYS <= stop; i += KEYS, keys += KEYS * layout.key_stride) {
+            ahead.fetch(KEYS * layout.head_dim * sizeof(Element));
+            score<M, KEYS>(rows.query, keys, layout, scores + i);
+        }
+        for (; i < stop; i++, keys += layout.key_stride) score<M, 1>(rows.query, keys, layout, scores + i);
+    }
+    float scales[M];
+    for (int m = 0; m < M; m++)
+        scales[m] = soften(scores + m * BLOCK, first, last, rows.from(m, layout.row_size), block_start, layout.softcap);
+    constexpr int N = M == 1 ? 8 : 4;
+    weigh_rows<M, N>(rows.sums, scores, scales, segments, num_segments, first, last, layout, 0, ahead);
+}
+
+// Attend `count` rows to the keys of one block; `segments` hold all that any of them sees of it.
+template <class Element>
+void attend_block(Rows rows, long count, long block_start, const Segment<Element> *segments, int num_segments,
+                  const Layout &layout, Ahead &ahead) {
+    long num_groups = (count + MAX_ROWS - 1) / MAX_ROWS;
+    for (long group = 0, row = 0; group < num_groups; group++) {
+        int size = static_cast<int>((count - row) / (num_groups - group));
+        Rows few = rows.from(row, layout.row_size);
+        row += size;
+        switch (size) {
+            case 1: attend_few<1>(few, block_start, segments, num_segments, layout, ahead); break;
+            case 2: attend_few<2>(few, block_start, segments, num_segments, layout, ahead); break;
+            case 3: attend_few<3>(few, block_start, segments, num_segments, layout, ahead); break;
+#define CBATCH_CASE(M) \
+    case M: \
+        if constexpr (M <= MAX_ROWS) attend_few<M>(few, block_start, segments, num_segments, layout, ahead); \
+        break;
+            CBATCH_CASE(4)
+            CBATCH_CASE(5)
+            CBATCH_CASE(6)
+        }
+    }
+}
+
+}  // namespace cbatch
