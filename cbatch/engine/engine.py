@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from cbatch_kernels import dispatch
 
-from cbatch.config import EngineConfig
+from cbatch.config import EngineConfig, SamplingParams
 from cbatch.engine.cache.build import build_cache
 from cbatch.engine.cache.manager import CacheLoad, CacheManager
 from cbatch.engine.determinism import row_multiple
@@ -127,6 +127,10 @@ class Engine:
     def observe(self, observer: Observer) -> None:
         """Tell `observer` of every step from now on."""
         self._recorder = StepRecorder(observer)
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Make ready what prompts with such parameters need beside the model: it takes time only once."""
+        self._intake.prepare(params)
 
     def generate(self, prompts: Iterable[Prompt]) -> Iterator[RequestOutput]:
         """Complete `prompts`, read lazily; results come in the order in which they finish."""

@@ -6,6 +6,7 @@ What can never work is refused here, at once, and for this prompt alone.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 from cbatch.config import DEFAULT_MAX_TOKENS, SamplingParams
 from cbatch.engine.cache.manager import CacheManager
@@ -34,6 +35,11 @@ class Intake:
         self._tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self._grammars = grammars
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile what requests of this kind need, so that no step waits for it; what fails does so for the request."""
+        with suppress(RowError):
+            self._grammars.constraint(params)
 
     def requests(self, prompt: Prompt) -> list[Request]:
         """Make a prompt's requests, one a sample. Raises RowError where it, or what it asks for, can never work."""

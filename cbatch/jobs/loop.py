@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Protocol
 
+from cbatch.config import SamplingParams
 from cbatch.engine.observer import Observer
 from cbatch.engine.request import Prompt, RequestOutput
 from cbatch.engine.stats import EngineStats
@@ -63,6 +64,9 @@ class BatchEngine(Protocol):
 
     def observe(self, observer: Observer) -> None:
         """Tell `observer` of every step from now on."""
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Make ready what prompts with such parameters need beside the model."""
 
     def drop_waiting(self) -> list[int]:
         """Forget the requests that never started and return their ids."""

@@ -30,7 +30,7 @@ from cbatch.jobs.finish import SessionFigures, finish
 from cbatch.jobs.lock import JobLock
 from cbatch.jobs.loop import BatchEngine, StepLoop, check_errors
 from cbatch.jobs.opening import OpenRows, open_rows
-from cbatch.jobs.params import check_model_defaults
+from cbatch.jobs.params import check_model_defaults, resolve
 from cbatch.jobs.paths import JobPaths
 from cbatch.jobs.progress import Progress, saying_warnings
 from cbatch.jobs.prompts import PromptEncoder
@@ -197,6 +197,7 @@ class _JobRun:
             self._progress.say(f"loading {self._setup.engine.model}")
             engine = self._engine = self._load_engine(self._setup.engine)
         taken = engine.generation_defaults if self._job.generation_config == "auto" else {}
+        engine.prepare(resolve(first.given, defaults, seed=0))
         defaults = check_model_defaults(taken)
         self._describe(engine, defaults)
         prompts = PromptEncoder(

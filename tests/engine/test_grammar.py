@@ -186,6 +186,19 @@ def test_a_grammar_that_breaks_midway_is_that_rows_error(loaded: LoadedModel, mo
     assert good.text(loaded.tokenizer.decode) in ("a", "b")
 
 
+def test_what_a_grammar_needs_is_there_before_the_first_step_where_it_is_known_to_come(loaded: LoadedModel) -> None:
+    engine = make_engine(loaded)
+    grammars = engine._intake._grammars
+    engine.prepare(SamplingParams())
+    assert grammars._tokenizer is None
+    engine.prepare(SamplingParams(regex="("))  # its row will have the error
+    engine.prepare(SamplingParams(regex="ab"))
+    assert grammars._tokenizer is not None
+    (output,) = run(engine, Prompt(0, make_tokens(5), SamplingParams(regex="ab")))
+    assert output.text(loaded.tokenizer.decode) == "ab"
+    assert grammars._compile.cache_info().hits == 1
+
+
 def test_equal_grammars_are_compiled_once(loaded: LoadedModel) -> None:
     engine = make_engine(loaded)
     run(engine, *(Prompt(i, make_tokens(5, i), SamplingParams(max_tokens=8, **ASKED[i % 2][0])) for i in range(10)))

@@ -180,6 +180,14 @@ def test_the_model_defaults_count_unless_told_otherwise(bench: Bench, capsys: py
     assert "from the model's generation config" not in capsys.readouterr().err
 
 
+def test_the_engine_is_told_what_rows_ask_for_before_the_first_step(bench: Bench) -> None:
+    bench.write(["torn {", *prompts(2, regex="[a-z]+")])
+    bench.engine_options["generation_defaults"] = {"temperature": 0.5}
+    bench.run(sampling={"max_tokens": 9})
+    (params,) = bench.engines[0].prepared
+    assert (params.regex, params.temperature, params.max_tokens) == ("[a-z]+", 0.5, 9)
+
+
 def test_counts_add_up_in_columns_and_report(bench: Bench) -> None:
     lengths = [1, 5, 8, 20]
     rows = [{"prompt": f"p{n}", "max_tokens": n, "ignore_eos": True} for n in lengths]
