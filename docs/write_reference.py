@@ -1,4 +1,4 @@
-"""Write docs/reference.md from the code: every option of `cbatch run` and every column of its output.
+"""Write docs/reference.md from the code: every option, every column of the output, and what excludes what.
 
 make docs
 """
@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from cbatch.cli import bench_options, simulate_options, tune_options
 from cbatch.cli.options import SETTINGS
 from cbatch.cli.setting import ConsoleConfig, Setting
+from cbatch.compatibility import EXCLUSIONS
 from cbatch.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from cbatch.io.columns import RESULT_COLUMNS
 
 TARGET = Path(__file__).with_name("reference.md")
+TABLE = "| option | value | default | |\n|---|---|---|---|\n"
 HEAD = """# Reference
 
 This page is written by `make docs` from the code; a test holds it to that.
@@ -27,6 +30,11 @@ a URL, a folder or name of a Hugging Face dataset, or `-` for JSON lines on stan
 inputs are `inputs = ["a.jsonl"]` there. The command line wins over the file. Names in brackets are another engine's
 words, accepted in both.
 """
+OTHERS = {
+    "bench": bench_options.SETTINGS,
+    "simulate": simulate_options.SETTINGS,
+    "tune": tune_options.SETTINGS,
+}
 EXIT_CODES = {
     EXIT_OK: "done, row errors within `--error-tolerance`",
     EXIT_FAILED: "done with more row errors than that, or failed",
@@ -42,8 +50,22 @@ def options() -> Iterable[str]:
     for setting in SETTINGS:
         if setting.panel != panel:
             panel = setting.panel
-            yield f"\n### {panel}\n\n| option | value | default | |\n|---|---|---|---|\n"
-        yield f"| {_names(setting)} | {_values(setting)} | {setting.default_words or ''} | {setting.help} |\n"
+            yield f"\n### {panel}\n\n{TABLE}"
+        yield _row(setting)
+
+
+def other_options() -> Iterable[str]:
+    """The options of other commands that `run` has not; of the others they take those that make sense there."""
+    for command, settings in OTHERS.items():
+        yield f"\n## Options of `cbatch {command}` beside those of `run`\n\n{TABLE}"
+        yield from (_row(setting) for setting in settings if setting not in SETTINGS)
+
+
+def exclusions() -> Iterable[str]:
+    yield "\n## What excludes what\n\nRefused before any weights load, but where the last column says that it is off.\n"
+    yield "\n| | with | because | |\n|---|---|---|---|\n"
+    for exclusion in EXCLUSIONS:
+        yield f"| {exclusion.one} | {exclusion.other} | {exclusion.why} | {exclusion.hint or 'off by itself'} |\n"
 
 
 def columns() -> Iterable[str]:
@@ -58,7 +80,11 @@ def exit_codes() -> Iterable[str]:
 
 
 def render() -> str:
-    return "".join((HEAD, *options(), *columns(), *exit_codes()))
+    return "".join((HEAD, *options(), *columns(), *exit_codes(), *exclusions(), *other_options()))
+
+
+def _row(setting: Setting) -> str:
+    return f"| {_names(setting)} | {_values(setting)} | {setting.default_words or ''} | {setting.help} |\n"
 
 
 def _names(setting: Setting) -> str:

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from cbatch.compatibility import Facts, check
 from cbatch.config import JobConfig
 from cbatch.errors import OutputError, UsageError
 
@@ -29,8 +30,7 @@ def with_file(job: JobConfig) -> JobConfig:
         raise UsageError(
             "-o - leaves no place for the journal from which a job resumes", hint="add --checkpoint-dir FOLDER"
         )
-    if job.shard is not None:
-        raise UsageError("the part of a shard is a file, for cbatch merge", hint="-o OUT.jsonl or OUT.parquet")
+    check(Facts(stdout=True, shard=job.shard is not None))
     return replace(job, output=str(Path(job.checkpoint_dir) / FILE))
 
 

@@ -16,6 +16,7 @@ from cbatch_kernels.linear import LinearWeight, linear
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from cbatch.compatibility import Facts, check
 from cbatch.errors import UsageError
 from cbatch.models.inspect import ModelShape
 from cbatch.models.load import LoadedModel
@@ -29,13 +30,7 @@ Product = Callable[[Tensor], Tensor]
 
 def check_deterministic(shape: ModelShape, device: torch.device) -> None:
     """Refuse, before any weights load, what cannot be held. Raises UsageError."""
-    if device.type != "cpu":
-        raise UsageError(f"deterministic works on the CPU only, and the device is {device.type}", hint="--device cpu")
-    if shape.has_experts:
-        raise UsageError(
-            "deterministic cannot be held for a mixture of experts: how many rows an expert gets depends on the batch",
-            hint=HINT,
-        )
+    check(Facts(deterministic=True, device=device.type, has_experts=shape.has_experts))
 
 
 def row_multiple(loaded: LoadedModel) -> int:

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from cbatch_kernels.dispatch import AttentionChoice
 
+from cbatch.compatibility import NO_SHARING
 from cbatch.config import EngineConfig
 from cbatch.engine.cache.build import group_layers
 from cbatch.engine.determinism import check_deterministic
@@ -309,7 +310,7 @@ def _plan_speculation(config: EngineConfig, decided: _Decisions, defaults: Devic
 
 def _decide_sharing(config: EngineConfig, shape: ModelShape, max_model_len: int) -> tuple[bool, str]:
     if any(window is not None for window in group_layers(shape.sliding_windows, max_model_len)):
-        return False, "off: the model's sliding-window layers keep no block that another request could use"
+        return False, f"off: {NO_SHARING.why}"
     if config.allow_block_sharing is None:
         return True, "on by default: all layers attend to the whole context"
     return config.allow_block_sharing, "given"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
+from cbatch.compatibility import Facts, check
 from cbatch.config import JobConfig
 from cbatch.engine.grammar import INSTALL_HINT, is_installed
 from cbatch.errors import UsageError
@@ -70,10 +71,6 @@ def open_rows(setup: RowSetup, tick: Callable[[], None]) -> OpenRows:
     rest = chain(ahead, rows)
     if explicit or not ahead or not is_batch_row(ahead[-1].columns):
         return OpenRows(rest, plain_rows(setup.params, setup.renderer), openai=False)
-    if not can_reread(source):
-        raise UsageError(
-            "an OpenAI Batch file cannot come from standard input: its custom_ids are checked before anything runs",
-            hint="write it to a file first",
-        )
+    check(Facts(openai_batch=True, input_once=not can_reread(source)))
     check_custom_ids(islice(source, job.limit), tick)
     return OpenRows(rest, BatchRequests(setup.params, job.system_prompt).interpret, openai=True)

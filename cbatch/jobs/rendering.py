@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
-from cbatch.errors import RowError, UsageError
+from cbatch.compatibility import Facts, check
+from cbatch.errors import RowError
 from cbatch.jobs.template import RowTemplate, list_names
 
 TOKEN_IDS = "prompt_token_ids"
@@ -57,8 +58,7 @@ class Renderer:
         self, prompt_column: str | None = None, template: str | None = None, system_prompt: str | None = None
     ) -> None:
         """Raises UsageError for a template that is none, or beside a prompt column."""
-        if template is not None and prompt_column is not None:
-            raise UsageError("--template and --prompt-column both say what the prompt is", hint="leave one out")
+        check(Facts(template=template is not None, prompt_column=prompt_column is not None))
         self._prompt_column = prompt_column
         self._template = RowTemplate(template) if template is not None else None
         self._system_prompt = system_prompt

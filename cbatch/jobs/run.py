@@ -16,9 +16,10 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, Literal
 
+from cbatch.compatibility import Facts, check
 from cbatch.config import EngineConfig, JobConfig
 from cbatch.engine.stats import EngineStats
-from cbatch.errors import EXIT_FAILED, EXIT_OK, RowError, UsageError
+from cbatch.errors import EXIT_FAILED, EXIT_OK, RowError
 from cbatch.io.columns import ROW_WORDS
 from cbatch.jobs import report as reporting
 from cbatch.jobs.assemble import Layout
@@ -165,11 +166,8 @@ class _JobRun:
     def _open_rows(self) -> OpenRows:
         """Open the input; an OpenAI Batch file is answered in its own format."""
         opened = open_rows(self._setup, self._stop.check)
-        if opened.openai and self._setup.paths.output.suffix.lower() == ".parquet":
-            raise UsageError(
-                "an OpenAI Batch file is answered in its own format, which is JSON lines",
-                hint="name an output in .jsonl",
-            )
+        is_parquet = self._setup.paths.output.suffix.lower() == ".parquet"
+        check(Facts(openai_batch=opened.openai, parquet_output=is_parquet))
         return opened
 
     def _survey_shard(self, *, openai: bool) -> Survey | None:
@@ -197,9 +195,9 @@ class _JobRun:
             self._progress.say(f"loading {self._setup.engine.model}")
             engine = self._engine = self._load_engine(self._setup.engine)
         taken = engine.generation_defaults if self._job.generation_config == "auto" else {}
-        engine.prepare(resolve(first.given, defaults, seed=0))
         defaults = check_model_defaults(taken)
         self._describe(engine, defaults)
+        engine.prepare(resolve(first.given, defaults, seed=0))
         prompts = PromptEncoder(
             engine.tokenizer, engine.plan.max_model_len, self._job.on_overlong, self._checkpoint.clock
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from cbatch.compatibility import Facts, check
 from cbatch.config import EngineConfig, JobConfig
-from cbatch.errors import UsageError
 from cbatch.io.atomic import writing
 from cbatch.jobs.identity import identify_model
 from cbatch.jobs.keys import hash_text, job_identity
@@ -49,12 +49,7 @@ def prepare(job: JobConfig, engine: EngineConfig) -> JobSetup:
     shard = parse_shard(job.shard, os.environ) if job.shard is not None else None
     output = job.output
     if shard is not None:
-        if not can_reread(source):
-            raise UsageError(
-                "a stream that can be read only once cannot be split into shards", hint="write it to a file first"
-            )
-        if job.order != "input":
-            raise UsageError("--shard needs the rows in the order of the input", hint="leave --order out")
+        check(Facts(shard=True, input_once=not can_reread(source), completion_order=job.order == "completion"))
         part = shard.path(job.output)
         JobPaths.of(job.output).check(source.inputs)
         with writing(part.parent):
