@@ -141,3 +141,22 @@ class SimulateConfig:
     goodput_itl: float | None = None
     gpus: int | None = None  # shards to plan the job over
     output: str | None = None  # a JSON file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """A look ahead as asked for."""
+
+    calibration: str | None = None  # what says how fast the engine is
+    json: bool = False  # to standard output, in place of tables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiagnoseConfig:
+    """A diagnosis as asked for, beside what is looked at."""
+
+    preset: str | None = None  # of the costs, where a configuration is looked at
+    calibration: str | None = None
+    lengths: str | None = None  # a file whose rows say how long they are
+    vllm_version: str | None = None
+    output: str | None = None  # a JSON file

@@ -28,6 +28,7 @@ class Result:
     error: str | None = None
     version: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
+    cached_tokens: int | None = None  # of the prompts, found in the cache; None where nobody says
 
     @property
     def median(self) -> Figures | None:
@@ -39,6 +40,7 @@ class Result:
             "error": self.error,
             "median": None if median is None else median.as_dict(),
             "runs": [run.as_dict() for run in self.runs],
+            "cached_tokens": self.cached_tokens,
             "version": self.version,
             "settings": self.settings,
         }
@@ -98,3 +100,4 @@ class Contest:
             )
         )
         result.version, result.settings = outcome["version"], outcome["settings"]
+        result.cached_tokens = outcome.get("cached_tokens")

@@ -11,12 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from cbatch.cli import bench_options, simulate_options, tune_options
+from cbatch.cli import bench_options, diagnose_options, plan_options, simulate_options, tune_options
 from cbatch.cli.bench import bench_command
 from cbatch.cli.console import PROGRAM, abandon_broken_streams, prepare_streams, say
+from cbatch.cli.diagnose import diagnose_command
 from cbatch.cli.help import SettingsCommand
 from cbatch.cli.merge import merge_command
 from cbatch.cli.options import SETTINGS
+from cbatch.cli.plan import plan_command
 from cbatch.cli.run import run_command
 from cbatch.cli.signature import command_signature, keyword
 from cbatch.cli.simulate import simulate_command
@@ -79,6 +81,23 @@ _run.__signature__ = command_signature(  # type: ignore[attr-defined]
 app.command("run", cls=SettingsCommand, options_metavar="--model MODEL -o OUT [OPTIONS]")(_run)
 
 
+def _plan(inputs: list[str] | None, config: str | None, **given: Any) -> int:
+    """Look at a job without loading the model's weights: which rows will fail, how many tokens, what fits, how long.
+
+    Every row is checked and tokenised as run does it, and goes through the real engine with no model behind it, as if
+    every completion were as long as it may be.
+    """
+    return plan_command(inputs or [], config, given)
+
+
+_plan.__signature__ = command_signature(  # type: ignore[attr-defined]
+    plan_options.SETTINGS,
+    Parameter("inputs", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=_INPUTS),
+    keyword("config", _CONFIG),
+)
+app.command("plan", cls=SettingsCommand, options_metavar="--model MODEL [OPTIONS]")(_plan)
+
+
 def _bench(inputs: list[str] | None, config: str | None, **given: Any) -> int:
     """Run the same rows in several ways, and with other engines, and compare speed, latency and memory.
 
@@ -128,6 +147,22 @@ _simulate.__signature__ = command_signature(  # type: ignore[attr-defined]
     simulate_options.SETTINGS, keyword("config", _CONFIG)
 )
 app.command("simulate", cls=SettingsCommand, options_metavar="[OPTIONS]")(_simulate)
+
+
+def _diagnose(target: str, **given: Any) -> int:
+    """Name what holds a run back, with the evidence, what to set, and what a simulation says it would gain.
+
+    TARGET is the output of a finished run (with --trace where gains are to be predicted), a TOML file of settings, or a
+    vllm command line, in quotes or in a file.
+    """
+    return diagnose_command(target, given)
+
+
+_TARGET = Annotated[str, typer.Argument(metavar="TARGET", show_default=False)]
+_diagnose.__signature__ = command_signature(  # type: ignore[attr-defined]
+    diagnose_options.SETTINGS, Parameter("target", Parameter.POSITIONAL_OR_KEYWORD, annotation=_TARGET)
+)
+app.command("diagnose", cls=SettingsCommand, options_metavar="[OPTIONS]")(_diagnose)
 
 
 @app.command("merge")

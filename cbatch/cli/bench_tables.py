@@ -65,7 +65,7 @@ def _columns(results: Sequence[Result], contest: Contest) -> list[Column]:
         _column("ITL P99, ms", "itl_p99_s", "{:.1f}", 1e3),
     ]
     if max((len(result.runs) for result in results), default=0) > 1:
-        columns.insert(1, ("from - to", _spell_range))
+        columns.insert(1, ("from-to", _spell_range))
     if contest.targets.ttft_s is not None or contest.targets.itl_s is not None:
         columns.append(_column("goodput, tokens/s", "goodput_tokens_per_s", "{:.1f}"))
         columns.append(_column("good rows, %", "good_rows", "{:.0f}", 100))
@@ -89,7 +89,7 @@ def _spell(result: Result, name: str, spelling: str, scale: float) -> str:
 
 def _spell_range(result: Result) -> str:
     speeds = [run.output_tokens_per_s for run in result.runs]
-    return f"{min(speeds):.1f} - {max(speeds):.1f}"
+    return f"{min(speeds):.1f}-{max(speeds):.1f}"
 
 
 def _print_chart(console: Console, title: str, values: Sequence[tuple[str, float]], spelling: str) -> None:
