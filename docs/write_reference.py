@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from cbatch.cli import bench_options, simulate_options, tune_options
+from cbatch.cli import bench_options, plan_options, simulate_options, tune_options
 from cbatch.cli.options import SETTINGS
 from cbatch.cli.setting import ConsoleConfig, Setting
 from cbatch.compatibility import EXCLUSIONS
@@ -32,6 +32,7 @@ words, accepted in both.
 """
 OTHERS = {
     "bench": bench_options.SETTINGS,
+    "plan": plan_options.SETTINGS,
     "simulate": simulate_options.SETTINGS,
     "tune": tune_options.SETTINGS,
 }
