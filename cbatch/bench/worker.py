@@ -18,6 +18,7 @@ from cbatch.engine.engine import Engine
 from cbatch.engine.modes import MODES
 from cbatch.engine.request import Prompt
 from cbatch.errors import CbatchError, EngineError
+from cbatch.jobs.report import peak_rss_bytes
 
 
 def run_task(task: peer_driver.Task) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def run_task(task: peer_driver.Task) -> dict[str, Any]:
     return {
         "token_times": times,
         "load_s": engine.load_s,
-        "peak_rss_bytes": peer_driver.peak_rss_bytes(),
+        "peak_rss_bytes": peak_rss_bytes(),
         "peak_device_bytes": peer_driver.peak_device_bytes(),
         "version": "",
         "settings": {name: setting["value"] for name, setting in engine.plan.settings().items()},

@@ -21,6 +21,7 @@ from cbatch.io.atomic import AtomicFile
 from cbatch.jobs.totals import Totals
 
 PACKAGES = ("cbatch", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
+PROCESS_STATUS = Path("/proc/self/status")
 SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "SLURM_RESTART_COUNT")
 
 
@@ -94,9 +95,13 @@ def request_of(job: JobConfig, engine: EngineConfig) -> dict[str, Any]:
 
 
 def peak_rss_bytes() -> int:
-    """Return the most memory that this process had resident."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    """Return the most memory that this program had resident."""
+    try:
+        lines = PROCESS_STATUS.read_text(encoding="ascii").splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
+    except (OSError, StopIteration):  # elsewhere than on Linux, where getrusage counts what whoever started us had
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
