@@ -7,19 +7,20 @@ the time of one trial is spent; from then on every trial takes exactly as many t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from cbatch.engine.request import Prompt
 from cbatch.errors import InputError, RowError
 from cbatch.jobs.encoding import RowEncoder
 from cbatch.jobs.reader import JobRow
-from cbatch.tune.measure import EngineSource, find_lengths, fix_length
+from cbatch.tune.measure import EngineSource, find_lengths, fix_length, output_length
 
 FIRST_CHUNK = 4  # rows
 LEAST_ROWS = 2  # fewer than that make no batch
 LEAST_RUNG = 8  # rows, where the sample has as many
 FEW_OUTPUTS = 0.1  # fewer output tokens than this share of the prompts' say little about speed
+USUAL_GROWTH = 1.5  # of a chunk's time when it doubles: larger batches compute more tokens a second
 RUNG_SHARES = (0.25, 0.5)  # of the sample, before the whole of it
 
 
@@ -86,18 +87,18 @@ def calibrate(
     by_id = {prompt.request_id: prompt for prompt in prompts}
     failed = [str(error) for error in errors]
     lengths: dict[int, Prompt] = {}
-    spent_s = 0.0
+    seconds: list[float] = []  # of each chunk
 
-    def has_time(seconds: float, num_last: int, num_next: int) -> bool:
-        nonlocal spent_s
-        spent_s += seconds
-        return spent_s + seconds * num_next / num_last <= trial_s
+    def has_time(chunk_s: float) -> bool:
+        seconds.append(chunk_s)
+        growth = seconds[-1] / seconds[-2] if len(seconds) > 1 and seconds[-2] > 0 else USUAL_GROWTH
+        return chunk_s * min(growth, 2.0) ** 2 <= trial_s  # the next chunk, and with it all that went before
 
     for output in find_lengths(engines, _chunks(prompts), has_time):
         if output.error is not None:
             failed.append(str(output.error))
         else:
-            lengths[output.request_id] = fix_length(by_id[output.request_id], output)
+            lengths[output.request_id] = fix_length(by_id[output.request_id], output_length(output))
     fixed = tuple(lengths[prompt.request_id] for prompt in prompts if prompt.request_id in lengths)
     if len(fixed) < LEAST_ROWS:
         raise too_few(len(fixed), failed[0] if failed else None)
@@ -107,10 +108,7 @@ def calibrate(
 def recall(record: dict[str, Any], prompts: Sequence[Prompt], *, whole: bool) -> Sample:
     """Make the sample that an earlier process found."""
     by_id = {prompt.request_id: prompt for prompt in prompts}
-    fixed = []
-    for row, length in record["rows"]:
-        sampling = replace(by_id[row].sampling, max_tokens=length, min_tokens=0, stop=(), stop_token_ids=())
-        fixed.append(replace(by_id[row], sampling=sampling))
+    fixed = [fix_length(by_id[row], length) for row, length in record["rows"]]
     rungs = choose_rungs(len(fixed), whole=whole)
     return Sample(tuple(fixed), rungs, record["first_error"], record["num_failed"])
 

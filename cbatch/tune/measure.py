@@ -77,11 +77,11 @@ def run_trial(engines: EngineSource, settings: Mapping[str, Value], prompts: Seq
 
 
 def find_lengths(
-    engines: EngineSource, chunks: Iterator[Sequence[Prompt]], has_time: Callable[[float, int, int], bool]
+    engines: EngineSource, chunks: Iterator[Sequence[Prompt]], has_time: Callable[[float], bool]
 ) -> Iterator[RequestOutput]:
     """Run prompts as the job would, chunk by chunk, and yield their results.
 
-    After each chunk `has_time` is told its seconds, its size and that of the next, and says whether to go on.
+    After each chunk `has_time` is told its seconds, and says whether to go on.
     """
     try:
         engine = engines.build({})
@@ -90,22 +90,26 @@ def find_lengths(
             began = engines.clock()
             for outputs in engine.steps(iter(chunk)):
                 yield from outputs
-            last, chunk = chunk, next(chunks, [])
-            if not has_time(engines.clock() - began, len(last), len(chunk)):
+            if not has_time(engines.clock() - began):
                 return
+            chunk = next(chunks, [])
     except CbatchError:
         raise
     except (RuntimeError, MemoryError) as error:
         raise EngineError(f"the default settings do not work: {_describe(engines, error)}") from error
 
 
-def fix_length(prompt: Prompt, output: RequestOutput) -> Prompt:
-    """Make a prompt that takes as many tokens as its result had, whatever they are.
+def output_length(output: RequestOutput) -> int:
+    """Count the tokens of a result; the mean over its samples, rounded up."""
+    samples = output.samples or (output,)
+    return math.ceil(sum(len(sample.token_ids) for sample in samples) / len(samples))
+
+
+def fix_length(prompt: Prompt, length: int) -> Prompt:
+    """Make a prompt that takes so many tokens, whatever they are.
 
     Structured output ends where it is whole, so it can only be cut.
     """
-    samples = output.samples or (output,)
-    length = math.ceil(sum(len(sample.token_ids) for sample in samples) / len(samples))
     sampling = replace(prompt.sampling, max_tokens=length, min_tokens=0, stop=(), stop_token_ids=())
     if not is_structured(sampling):
         sampling = replace(sampling, ignore_eos=True)

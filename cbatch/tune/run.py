@@ -85,8 +85,8 @@ def run_tune(
             with stop.interruptible():
                 setup = _prepare(request)
             lock = Path(f"{tune.output}.lock")
-            with JobLock(lock, force=job.force_unlock, lost=lambda: _lose_lock(stop)):
-                return _search(request, setup, load or _load_engines, stop, progress.say, began)
+            with JobLock(lock, force=job.force_unlock, lost=lambda: _lose_lock(stop)) as held:
+                return _search(request, setup, load or _load_engines, stop, progress.say, began, held)
     except Interrupted as interrupted:  # before there was anything to keep
         progress.say(f"stopped by {interrupted}; {RESUME_HINT}")
         return TuneSummary("interrupted", job.interrupted_exit_code, request.output, reason=str(interrupted))
@@ -101,6 +101,7 @@ def _search(
     stop: Stop,
     say: Callable[[str], None],
     began: float,
+    lock: JobLock,
 ) -> TuneSummary:
     with stop.interruptible():
         rows = InputRows(setup, request.engine, stop.check)
@@ -122,6 +123,7 @@ def _search(
             search.run()
         except Interrupted as interrupted:
             reason = str(interrupted)
+        lock.check()
         findings = Findings(session.space, session.sample, search.book, search.verdict())
         if search.book.trials:
             write_tuned(request.output, request.given, findings, session.circumstances(), is_whole=reason is None)

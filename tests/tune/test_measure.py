@@ -10,7 +10,7 @@ import pytest
 from cbatch.config import EngineConfig, SamplingParams
 from cbatch.engine.request import Prompt, RequestOutput
 from cbatch.errors import EngineError, UsageError
-from cbatch.tune.measure import WARM_UP_PROMPTS, find_lengths, fix_length, run_trial
+from cbatch.tune.measure import WARM_UP_PROMPTS, find_lengths, fix_length, output_length, run_trial
 from tests.stub_engine import DEFAULT_LENGTH
 from tests.tune.stub_engines import BEST, BUILD_S, STEP_S, StubEngines
 
@@ -125,31 +125,30 @@ def test_lengths_are_found_as_the_job_would_have_them() -> None:
         [Prompt(3, [1, 53], SamplingParams())],
     ]
     source = engines()
-    asked: list[tuple[float, int, int]] = []
+    asked: list[float] = []
 
-    def has_time(seconds: float, num_last: int, num_next: int) -> bool:
-        asked.append((seconds, num_last, num_next))
+    def has_time(seconds: float) -> bool:
+        asked.append(seconds)
         return len(asked) < 2
 
     lengths = {output.request_id: len(output.token_ids) for output in find_lengths(source, iter(chunks), has_time)}
     assert lengths == {0: DEFAULT_LENGTH, 1: 3, 2: 30}
-    assert [(last, following) for _, last, following in asked] == [(2, 1), (1, 1)]
-    assert all(seconds > 0 for seconds, _, _ in asked)
+    assert asked[1] / asked[0] == pytest.approx(30 / DEFAULT_LENGTH)
     assert len(source.engines) == 1
 
 
 def test_default_settings_that_do_not_work_end_the_search() -> None:
     chunk = [[Prompt(0, [1, 50], SamplingParams())]]
     with pytest.raises(EngineError, match="the default settings do not work: memory ran out"):
-        list(find_lengths(engines(on_build=raising(MemoryError())), iter(chunk), lambda *_: True))
+        list(find_lengths(engines(on_build=raising(MemoryError())), iter(chunk), lambda _: True))
     with pytest.raises(EngineError, match="the device was lost"):
-        list(find_lengths(engines(engine_options={"fail_at_step": 2}), iter(chunk), lambda *_: True))
+        list(find_lengths(engines(engine_options={"fail_at_step": 2}), iter(chunk), lambda _: True))
 
 
 def test_a_fixed_length_is_kept_whatever_the_tokens() -> None:
     asked = SamplingParams(max_tokens=500, min_tokens=4, stop=("x",), stop_token_ids=(7,), temperature=0.7, seed=5)
     output = RequestOutput(1, 2, [9] * 21, "stop")
-    fixed = fix_length(Prompt(1, [1, 2], asked), output).sampling
+    fixed = fix_length(Prompt(1, [1, 2], asked), output_length(output)).sampling
     assert (fixed.max_tokens, fixed.min_tokens, fixed.stop, fixed.stop_token_ids) == (21, 0, (), ())
     assert fixed.ignore_eos
     assert (fixed.temperature, fixed.seed) == (0.7, 5)
@@ -158,10 +157,10 @@ def test_a_fixed_length_is_kept_whatever_the_tokens() -> None:
 def test_samples_of_a_row_get_their_mean_length() -> None:
     samples = tuple(RequestOutput(1, 2, [9] * count, "stop") for count in (10, 21))
     output = RequestOutput(1, 2, [9] * 10, "stop", samples=samples)
-    fixed = fix_length(Prompt(1, [1], SamplingParams(n=2)), output).sampling
+    fixed = fix_length(Prompt(1, [1], SamplingParams(n=2)), output_length(output)).sampling
     assert (fixed.n, fixed.max_tokens) == (2, 16)
 
 
 def test_structured_output_ends_where_it_is_whole() -> None:
-    fixed = fix_length(Prompt(1, [1], SamplingParams(regex="a+")), RequestOutput(1, 1, [9] * 5, "stop")).sampling
+    fixed = fix_length(Prompt(1, [1], SamplingParams(regex="a+")), 5).sampling
     assert (fixed.max_tokens, fixed.ignore_eos, fixed.regex) == (5, False, "a+")
