@@ -224,10 +224,12 @@ def check_moves(engine: Engine, case: Case) -> None:
     stats = engine.stats
     if case.pool == "ample":
         assert stats.preemptions == 0
-    if case.pool == "starving":
+    # The offline policy keeps room for what rows grow to.
+    is_starving = case.pool == "starving" and case.scheduler_type != "offline"
+    if is_starving:
         assert stats.preemptions > 0
-    # Where prompts are prefilled in crumbs, all that moves out may be small.
-    if case.pool == "starving" and case.moves == "both" and case.max_batch_tokens > 3:
+    # Where prompts are prefilled in crumbs, or rows end sooner, all that moves out may be small.
+    if is_starving and case.moves == "both" and case.max_batch_tokens > 3 and not case.drafts:
         assert stats.offloads > 0
         assert stats.soft_resets > 0
     if case.moves == "offload":
