@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from cbatch.cli import bench_options, plan_options, simulate_options, tune_options
+from cbatch.cli import bench_options, diagnose_options, plan_options, simulate_options, tune_options
 from cbatch.cli.options import SETTINGS
 from cbatch.cli.setting import ConsoleConfig, Setting
 from cbatch.compatibility import EXCLUSIONS
@@ -33,6 +33,7 @@ words, accepted in both.
 OTHERS = {
     "bench": bench_options.SETTINGS,
     "plan": plan_options.SETTINGS,
+    "diagnose": diagnose_options.SETTINGS,
     "simulate": simulate_options.SETTINGS,
     "tune": tune_options.SETTINGS,
 }

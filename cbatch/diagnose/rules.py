@@ -14,7 +14,7 @@ from typing import Any
 from cbatch.diagnose.findings import Cause, Finding
 from cbatch.diagnose.observed import SMALL_BATCH
 from cbatch.diagnose.situation import Situation
-from cbatch.engine.modes import CHUNKED, CONTINUOUS, NAIVE, STATIC
+from cbatch.engine.modes import CHUNKED, CONTINUOUS, STATIC
 
 LEAST_GAIN = 0.03  # of the time that is worth a word
 HINT = 0.1  # share of the time from which on something is looked into
@@ -146,28 +146,26 @@ def continuous_batching(situation: Situation) -> Finding | None:
 def chunked_prefill(situation: Situation) -> Finding | None:
     """Prompts that are computed in one piece, so that everybody waits for the longest."""
     observed, engine = situation.observed, situation.engine
-    if observed is None or engine.max_requests_per_batch == 1:
+    if observed is None or engine.max_requests_per_batch == 1 or not situation.can_predict:
         return None
-    is_whole = situation.mode in (STATIC, CONTINUOUS, NAIVE) or observed.whole_prompts > 0
-    if not is_whole and observed.longest_step < 2 * LEAST_ITL_FACTOR:
-        return None
-    finer = max(engine.max_batch_tokens // 4, 2 * engine.max_requests_per_batch)
-    budget = engine.max_batch_tokens if is_whole else finer
-    if not situation.can_predict:
-        return None
-    now, then = situation.predict(), situation.predict(mode=CHUNKED, max_batch_tokens=budget)
-    factor = now.itl_p99_s / then.itl_p99_s if then.itl_p99_s else 1.0
-    gain = situation.gain(then)
-    if situation.mode == STATIC or factor < LEAST_ITL_FACTOR or gain < -LEAST_GAIN:
+    is_whole = situation.mode == CONTINUOUS or observed.whole_prompts > 0
+    if situation.mode == STATIC or not (is_whole or observed.longest_step > 2 * LEAST_ITL_FACTOR):
         return None  # in a waiting batch prompts come first, and nobody decodes meanwhile
+    finer = min(engine.max_batch_tokens, max(engine.max_batch_tokens // 4, 2 * engine.max_requests_per_batch))
+    budgets = [engine.max_batch_tokens, finer] if is_whole else [finer]
+    now = situation.predict().itl_p99_s
+    tried = [(budget, situation.predict(mode=CHUNKED, max_batch_tokens=budget)) for budget in budgets]
+    budget, then = min(tried, key=lambda entry: entry[1].itl_p99_s if situation.gain(entry[1]) > -LEAST_GAIN else now)
+    factor, gain = now / then.itl_p99_s if then.itl_p99_s else 1.0, situation.gain(then)
+    if factor < LEAST_ITL_FACTOR or gain < -LEAST_GAIN:
+        return None
     how = "prompts were computed in one piece" if is_whole else f"a step may have {engine.max_batch_tokens} tokens"
-    advice = situation.spell("max_batch_tokens", budget)
-    if is_whole:
-        advice = situation.options.get("chunked_prefill", "let prompts be split, as cbatch run does")
+    advice = [situation.options.get("chunked_prefill", "let prompts be split, as cbatch run does")] if is_whole else []
+    advice += [situation.spell("max_batch_tokens", budget)] if budget != engine.max_batch_tokens else []
     return Finding(
         cause="chunked prefill",
         evidence=f"{how}, and the longest step took {observed.longest_step:.1f} times as long as the median one",
-        advice=advice,
+        advice=" and ".join(advice),
         gain=max(gain, 0.0),
         itl_factor=factor,
     )
@@ -277,4 +275,4 @@ def _finer_pages(situation: Situation) -> dict[str, Any]:
 
 def _is_whole(situation: Situation) -> bool:
     """Whether all of a run's requests are simulated, so that its time can be compared."""
-    return situation.workload is not None and situation.predict().requests >= len(situation.workload) > 0
+    return situation.workload is not None and len(situation.sample) == len(situation.workload) > 0

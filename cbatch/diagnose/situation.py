@@ -6,7 +6,6 @@ Made from a finished run or from a configuration (`subjects`); read by the rules
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 from cbatch.diagnose.observed import Observed, from_sessions, observe
@@ -18,9 +17,10 @@ from cbatch.simulate.figures import Figures
 from cbatch.simulate.settings import SimulatedEngine
 from cbatch.simulate.simulator import Simulator
 from cbatch.simulate.tracefile import TracedSession
-from cbatch.simulate.workload import GivenWorkload, Workload
+from cbatch.simulate.workload import GivenWorkload, Work, Workload
 
-MAX_SIMULATED = 2_000  # requests: enough for rates, few enough for an answer at once
+MAX_TOKENS = 100_000  # generated in one simulation: enough for rates, few enough for an answer at once
+LEAST_BATCHES, LEAST_REQUESTS = 2, 256  # the smaller of both, however many tokens that is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +52,26 @@ class Situation:
     speculation: int | None = None  # query tokens up to which steps are filled with drafts; None: not known
     options: dict[str, str] = field(default_factory=dict)  # how a setting is spelled, where not as ours
     _known: dict[Any, Figures] = field(default_factory=dict)
+    _sample: GivenWorkload | None = None
 
     @property
     def can_predict(self) -> bool:
         return self.cost is not None and self.workload is not None
+
+    @property
+    def sample(self) -> GivenWorkload:
+        """The first requests of the workload, as many as are simulated."""
+        assert self.workload is not None
+        if self._sample is None:
+            works: list[Work] = []
+            num_tokens, least = 0, min(LEAST_BATCHES * self.engine.max_requests_per_batch, LEAST_REQUESTS)
+            for work in self.workload:
+                if num_tokens > MAX_TOKENS and len(works) >= least:
+                    break
+                works.append(work)
+                num_tokens += work.output_tokens
+            self._sample = GivenWorkload(works)
+        return self._sample
 
     def predict(self, *, mode: str | None = None, shared_share: float | None = None, **changes: Any) -> Figures:
         """Simulate the run with other settings."""
@@ -64,7 +80,7 @@ class Situation:
         engine = replace(self.engine, **changes)
         key = (engine, mode or self.mode, shared_share)
         if key not in self._known:
-            workload = GivenWorkload(list(islice(self.workload, MAX_SIMULATED)))
+            workload = self.sample
             if shared_share is not None:
                 works = [w._replace(shared_tokens=int(shared_share * w.prompt_tokens)) for w in workload]
                 workload = GivenWorkload(works)
@@ -87,8 +103,7 @@ class Situation:
         assert self.workload is not None
         session = TracedSession(1, {}, [])
         recorder = _Recorder(session)
-        workload = GivenWorkload(list(islice(self.workload, MAX_SIMULATED)))
-        Simulator(self.engine, self.cost, mode=self.mode, observer=recorder).run(workload)
+        Simulator(self.engine, self.cost, mode=self.mode, observer=recorder).run(self.sample)
         self.observed = observe(from_sessions([session]), self.engine)
 
 

@@ -5,21 +5,25 @@ Called by `diagnose`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cbatch.diagnose.findings import Finding
 from cbatch.diagnose.observed import from_series, from_sessions, observe
 from cbatch.diagnose.prefixes import shared_share
 from cbatch.diagnose.situation import Facts, Situation
+from cbatch.diagnose.vllm import OPTIONS, VllmCommand
 from cbatch.engine.modes import CHUNKED, CONTINUOUS, STATIC
 from cbatch.errors import InputError
 from cbatch.jobs.paths import report_path, trace_path
 from cbatch.jobs.report import read_report
+from cbatch.simulate.calibration import Calibration
 from cbatch.simulate.fit import MIN_STEPS, fit_cost
 from cbatch.simulate.lengths import traced_lengths
 from cbatch.simulate.settings import SimulatedEngine
 from cbatch.simulate.tracefile import ENGINE_SETTINGS, TracedSession, read_trace
+from cbatch.simulate.workload import Workload
 
 UNFILLED = 0.2  # share of the time from which on a batch is taken not to be refilled
 
@@ -97,3 +101,57 @@ def _reported_engine(report: dict[str, Any], output: Path) -> SimulatedEngine:
     if missing:
         raise InputError(f"the report of {output} does not say what {missing[0]} was", hint="run the job again")
     return SimulatedEngine(**values)
+
+
+def of_settings(
+    calibration: Calibration, values: Mapping[str, Any], workload: Workload, inputs: Sequence[str] = ()
+) -> Situation:
+    """Look at a configuration of ours by simulating it: `values` are its settings, `inputs` what it would read."""
+    engine = calibration.engine.changed(values)
+    situation = Situation(
+        engine=engine,
+        cost=calibration.cost,
+        workload=workload,
+        shared_share=0.0 if engine.allow_block_sharing else shared_share(inputs),
+        speculation=0 if values.get("speculation") is False else None,
+    )
+    return _simulated(situation)
+
+
+def of_vllm(
+    calibration: Calibration, command: VllmCommand, workload: Workload, inputs: Sequence[str] = ()
+) -> tuple[Situation, list[Finding]]:
+    """Look at a vLLM command line by simulating it; returns what can be said without that as well."""
+    engine = calibration.engine.changed(command.engine)
+    situation = Situation(
+        engine=engine,
+        cost=calibration.cost,
+        workload=workload,
+        mode=CONTINUOUS if command.features.chunked_prefill is False else CHUNKED,
+        shared_share=0.0 if engine.allow_block_sharing else shared_share(inputs),
+        speculation=None if command.features.speculation else 0,
+        options=OPTIONS,
+    )
+    findings = []
+    if command.features.multi_step:
+        findings.append(
+            Finding(
+                cause="continuous batching",
+                evidence=f"the batch is refilled every {command.scheduler_steps} steps only",
+                advice="leave --num-scheduler-steps out; newer versions have no such option and refill at every step",
+                assumption="how much it would gain is not simulated",
+            )
+        )
+    return _simulated(situation), findings
+
+
+def _simulated(situation: Situation) -> Situation:
+    """Let a situation without a run know what a simulated one shows."""
+    situation.watch()
+    figures = situation.predict()
+    situation.facts = Facts(
+        preemptions=figures.preemptions,
+        recomputed_tokens=figures.recomputed_tokens,
+        computed_tokens=figures.computed_tokens,
+    )
+    return situation

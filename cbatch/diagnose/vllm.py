@@ -1,0 +1,177 @@
+"""Reads a vLLM command line: what it sets of a scheduler, and which features it turns on. Called by `subjects`.
+
+Only what matters here is read; the rest is named, so that nobody takes it for looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cbatch.diagnose.findings import Conflict
+from cbatch.diagnose.vllm_table import VLLM_EXCLUSIONS, Version, VllmFeatures
+from cbatch.errors import UsageError
+
+SHORT = {"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dp": "data-parallel-size"}
+DRAFTLESS = ("ngram", "[ngram]", "eagle", "eagle3", "medusa", "mtp", "deepseek_mtp", "mlp_speculator", "suffix")
+OPTIONS = {
+    "page_size": "--block-size",
+    "num_blocks": "--num-gpu-blocks-override",
+    "max_batch_tokens": "--max-num-batched-tokens",
+    "max_requests_per_batch": "--max-num-seqs",
+    "memory": "raise --gpu-memory-utilization, or lower --max-model-len and the memory of activations",
+    "offload": "",
+    "chunked_prefill": "leave --no-enable-chunked-prefill out",
+    "allow_block_sharing": "leave --no-enable-prefix-caching out",
+    "speculation": """--speculative-config '{"method": "ngram", "num_speculative_tokens": 4}'""",
+    "no_speculation": "leave --speculative-config out",
+}
+# Of a GPU with 70 GiB or more that is no A100; vllm/engine/arg_utils.py, get_batch_defaults.
+DEFAULT_BATCH_TOKENS, DEFAULT_REQUESTS = 8_192, 1_024
+
+
+@dataclass(slots=True)
+class VllmCommand:
+    """What a command line says."""
+
+    engine: dict[str, Any] = field(default_factory=dict)  # under the names of our settings
+    features: VllmFeatures = field(default_factory=VllmFeatures)
+    model: str | None = None
+    gpu_memory_utilization: float | None = None
+    scheduler_steps: int | None = None
+    ignored: list[str] = field(default_factory=list)
+
+    def conflicts(self, version: Version | None) -> list[Conflict]:
+        """List what excludes one another in it, as far as that is documented of a version."""
+        return [
+            Conflict(e.settings, "they exclude one another", e.advice, e.versions, f"vLLM, {e.page}")
+            for e in VLLM_EXCLUSIONS
+            if e.excludes(self.features) and e.holds_in(version)
+        ]
+
+
+def is_vllm_command(text: str) -> bool:
+    """Whether a text looks like a command line of vLLM."""
+    words = text.replace("\\\n", " ").split()
+    return any(word == "vllm" or word.endswith("/vllm") or word.startswith("vllm.entrypoints") for word in words[:12])
+
+
+def parse_version(text: str) -> Version:
+    """Read '0.10.1' or 'v0.10.1.post1'. Raises UsageError."""
+    parts = text.removeprefix("v").split(".")
+    numbers = [part for part in parts if part.isdecimal()]
+    if len(numbers) < 2 or parts[: len(numbers)] != numbers:
+        raise UsageError(f"{text!r} is no version of vLLM", hint="0.10.1, say")
+    return tuple(map(int, numbers[:3]))
+
+
+def parse_command(text: str) -> VllmCommand:
+    """Read a command line. Raises UsageError for a value that cannot be."""
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise UsageError(f"the vllm command line cannot be read: {error}") from None
+    given, positional = _options(words)
+    command = VllmCommand(model=given.pop("model", None) or (positional[0] if positional else None))
+    engine = command.engine
+    engine["page_size"] = _take(given, "block-size", int)
+    engine["num_blocks"] = _take(given, "num-gpu-blocks-override", int)
+    engine["max_model_len"] = _take(given, "max-model-len", _length)
+    tokens, requests = _take(given, "max-num-batched-tokens", _length), _take(given, "max-num-seqs", int)
+    engine["max_batch_tokens"] = tokens or max(DEFAULT_BATCH_TOKENS, requests or 0)
+    engine["max_requests_per_batch"] = min(requests or DEFAULT_REQUESTS, engine["max_batch_tokens"])
+    engine["allow_block_sharing"] = _flag(given, "enable-prefix-caching") is not False
+    command.gpu_memory_utilization = _take(given, "gpu-memory-utilization", float)
+    command.scheduler_steps = _take(given, "num-scheduler-steps", int)
+    command.features = _features(given, engine, tokens, requests, command.scheduler_steps)
+    command.ignored = sorted(f"--{name}" for name in given)
+    return command
+
+
+def _features(
+    given: dict[str, Any], engine: dict[str, Any], tokens: int | None, requests: int | None, steps: int | None
+) -> VllmFeatures:
+    config = _speculative_config(given)
+    method = str(config.get("method") or config.get("model") or "") if config is not None else ""
+    by_draft = config is not None and config.get("method") in (None, "draft_model") and method not in DRAFTLESS
+    return VllmFeatures(
+        speculation=config is not None,
+        draft_model=by_draft and "eagle" not in method.lower(),
+        pipeline_parallel=(_take(given, "pipeline-parallel-size", int) or 1) > 1,
+        lora=_flag(given, "enable-lora") is True,
+        pooling=given.pop("task", None) in ("embed", "embedding", "classify", "score", "reward")
+        or given.pop("runner", None) == "pooling",
+        chunked_prefill=_flag(given, "enable-chunked-prefill"),
+        prompt_embeds=_flag(given, "enable-prompt-embeds") is True,
+        multi_step=(steps or 1) > 1,
+        async_scheduling=_flag(given, "async-scheduling") is True,
+        cpu=given.pop("device", None) == "cpu",
+        max_batch_tokens=tokens,
+        max_requests=requests,
+        max_model_len=engine["max_model_len"],
+    )
+
+
+def _speculative_config(given: dict[str, Any]) -> dict[str, Any] | None:
+    """Read the speculation that is asked for, in vLLM's new spelling or the old one; None where there is none."""
+    text, model = given.pop("speculative-config", None), given.pop("speculative-model", None)
+    given.pop("num-speculative-tokens", None)
+    if text is None:
+        return {"model": model} if model is not None else None
+    try:
+        config = json.loads(text)
+    except (TypeError, ValueError):
+        raise UsageError(f"--speculative-config must be JSON: it is {text!r}") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"--speculative-config must be a JSON object: it is {text!r}")
+    return config
+
+
+def _options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Tell options, under their names without dashes, from what else stands behind `vllm serve` or the module."""
+    start = next((i for i, w in enumerate(words) if w.endswith("vllm") or w.startswith("vllm.entrypoints")), -1)
+    given: dict[str, Any] = {}
+    positional: list[str] = []
+    name: str | None = None
+    for word in words[start + 1 :]:
+        if word in SHORT or word.startswith("--"):
+            spelled, has_value, value = word.partition("=")
+            name = SHORT.get(spelled, spelled.removeprefix("--").replace("_", "-"))
+            given[name] = value if has_value else True
+            name = None if has_value else name
+        elif name is not None:
+            given[name], name = word, None
+        elif word not in ("serve", "bench"):
+            positional.append(word)
+    return given, positional
+
+
+def _flag(given: dict[str, Any], name: str) -> bool | None:
+    """Tell whether an on/off option was given, and how."""
+    on, off = given.pop(name, None), given.pop(f"no-{name}", None)
+    if off is not None:
+        return False
+    return None if on is None else str(on).lower() not in ("false", "0")
+
+
+def _take(given: dict[str, Any], name: str, convert: Callable[[str], Any]) -> Any:
+    value = given.pop(name, None)
+    if value is None:
+        return None
+    try:
+        if value is not True:
+            return convert(value)
+    except ValueError:
+        pass
+    raise UsageError(f"--{name} must be a number: it is {'missing' if value is True else repr(value)}")
+
+
+def _length(text: str) -> int | None:
+    """Read a number of tokens: 8192, 8k (thousands), 8K (of 1024)."""
+    if text in ("auto", "-1"):
+        return None
+    scale = {"k": 1_000, "K": 1_024, "m": 1_000_000, "M": 1 << 20}.get(text[-1:], 1)
+    return int(float(text.rstrip("kKmM")) * scale)

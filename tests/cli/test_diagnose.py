@@ -1,0 +1,83 @@
+"""`cbatch diagnose` as a program: a run, a TOML file, a vllm command line, and mistakes in one line each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.clikit import run_job, run_stub, write_input
+from tests.diagnose.runs import finished_run
+from tests.diagnose.test_planted import PLANTED
+from tests.simulate.traces import stop_the_clock
+
+SMALL = '{"prompt_tokens": 40, "max_tokens": 30}\n'
+
+
+def test_a_run_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = dict(PLANTED["request limit"])
+    finished_run(tmp_path, stop_the_clock(monkeypatch), settings.pop("works"), **settings)
+    done = run_stub("diagnose", "out.jsonl", "-o", "found.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, evidence, advice = done.stdout.splitlines()[:3]
+    assert first.startswith("1. request limit: ")
+    assert "less time" in first
+    assert "while others waited" in evidence
+    assert advice.startswith("   set: --max-requests-per-batch ")
+    assert json.loads((tmp_path / "found.json").read_text())["findings"][0]["cause"] == "request limit"
+
+
+def test_a_run_without_a_trace_says_what_is_missing(tmp_path: Path) -> None:
+    write_input(tmp_path, *({"prompt": f"p{n}"} for n in range(30)))
+    assert run_job(tmp_path).returncode == 0
+    done = run_stub("diagnose", "out.jsonl", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "does not say what page_size was" in done.stderr, "the stub's report does not"
+
+
+def test_a_toml_file_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "lengths.jsonl").write_text(SMALL * 60)
+    settings = 'max_requests_per_batch = 2\ntemplate = "{{x}}"\nprompt_column = "y"\n'
+    (tmp_path / "job.toml").write_text(settings)
+    done = run_stub("diagnose", "job.toml", "--lengths", "lengths.jsonl", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1. request limit")
+    assert "incompatible: --template with --prompt-column" in done.stdout
+    assert "predictions rest on the preset" in done.stderr
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_vllm_command_line_is_looked_at(tmp_path: Path, in_file: bool) -> None:
+    (tmp_path / "lengths.jsonl").write_text(SMALL * 60)
+    text = """vllm serve m --max-num-seqs 4 -pp 2 --speculative-config '{"method": "ngram"}'"""
+    (tmp_path / "serve.sh").write_text("#!/bin/sh\n" + text + "\n")
+    done = run_stub("diagnose", "serve.sh" if in_file else text, "--lengths", "lengths.jsonl", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1. request limit")
+    assert "--speculative-config with --pipeline-parallel-size (up to 0.15.0)" in done.stdout
+    newer = run_stub("diagnose", text, "--lengths", "lengths.jsonl", "--vllm-version", "0.16.0", "-q", cwd=tmp_path)
+    assert (newer.returncode, newer.stderr) == (0, "")
+    assert "incompatible" not in newer.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("nowhere.jsonl",), "there is no report of nowhere.jsonl"),
+        (("nowhere.toml",), "nowhere.toml"),
+        (("bad.toml",), "bad.toml gives nonsense, which is no setting"),
+        (("nowhere.jsonl", "--calibration", "x"), "--calibration is for configurations"),
+        (("vllm serve m", "--calibration", "x.json"), "cannot read x.json"),
+        (("vllm serve m", "--calibration", "x.json", "--preset", "h100-70b-fp8"), "both say what steps cost"),
+        (("vllm serve m", "--vllm-version", "newest"), "no version of vLLM"),
+        (("vllm serve m", "--lengths", "x.jsonl"), "x.jsonl"),
+        ((), "TARGET"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    (tmp_path / "bad.toml").write_text("nonsense = 1\n")
+    done = run_stub("diagnose", *arguments, cwd=tmp_path)
+    assert done.returncode in (1, 2)
+    assert words in done.stderr
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
