@@ -1,7 +1,8 @@
 """From picked rows to the sample that trials run: encoded as a run does, their lengths learnt, as many as time allows.
 
 How long an answer is shows only when it is there. The default settings run the rows once, in chunks that double, until
-the time of one trial is spent; from then on every trial takes exactly as many tokens a row.
+the next would take more than the time of one trial; from then on every trial takes exactly as many tokens a row. Where
+the first chunk alone takes longer, its outputs are cut to what there is time for.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from cbatch.engine.request import Prompt
 from cbatch.errors import InputError, RowError
 from cbatch.jobs.encoding import RowEncoder
 from cbatch.jobs.reader import JobRow
-from cbatch.tune.measure import EngineSource, find_lengths, fix_length, output_length
+from cbatch.tune.measure import Chunk, EngineSource, build_default, fix_length, output_length, run_chunk
 
-FIRST_CHUNK = 4  # rows
+FIRST_CHUNK = 16  # rows: fewer say little about batches
 LEAST_ROWS = 2  # fewer than that make no batch
+LEAST_LENGTH = 8  # tokens of an output that is cut
+LATER_CHUNKS = 2.0  # times the time of a trial; what takes longer after all is left out
 LEAST_RUNG = 8  # rows, where the sample has as many
 FEW_OUTPUTS = 0.1  # fewer output tokens than this share of the prompts' say little about speed
 USUAL_GROWTH = 1.5  # of a chunk's time when it doubles: larger batches compute more tokens a second
@@ -32,6 +35,7 @@ class Sample:
     rungs: tuple[int, ...]  # how many of them each rung has, the whole sample last
     first_error: str | None = None  # of the rows that were picked and cannot run
     num_failed: int = 0
+    num_cut: int = 0  # rows whose outputs are shorter than they would be, for want of time
 
     def of(self, rung: int) -> list[Prompt]:
         """Give a rung's prompts in the order of the input."""
@@ -63,7 +67,12 @@ class Sample:
     def record(self) -> dict[str, Any]:
         """Give what the journal keeps: the rows and their lengths, in order."""
         lengths = [[prompt.request_id, prompt.sampling.max_tokens] for prompt in self.prompts]
-        return {"rows": lengths, "num_failed": self.num_failed, "first_error": self.first_error}
+        return {
+            "rows": lengths,
+            "num_failed": self.num_failed,
+            "first_error": self.first_error,
+            "num_cut": self.num_cut,
+        }
 
 
 def encode_rows(rows: Sequence[JobRow], encoder: RowEncoder) -> tuple[list[Prompt], list[RowError]]:
@@ -84,25 +93,37 @@ def calibrate(
 
     Raises InputError where too few rows can run, CbatchError where the default settings do not work.
     """
-    by_id = {prompt.request_id: prompt for prompt in prompts}
+    engine = build_default(engines)
     failed = [str(error) for error in errors]
-    lengths: dict[int, Prompt] = {}
+    fixed: list[Prompt] = []
     seconds: list[float] = []  # of each chunk
-
-    def has_time(chunk_s: float) -> bool:
-        seconds.append(chunk_s)
+    num_cut = 0
+    for chunk in _chunks(prompts):
+        ran = run_chunk(engines, engine, chunk, trial_s if not fixed else LATER_CHUNKS * trial_s)
+        cut = [prompt for prompt in chunk if prompt.request_id not in ran.outputs]
+        if cut and fixed:
+            break
+        failed += [str(output.error) for output in ran.outputs.values() if output.error is not None]
+        fixed += [p for prompt in chunk if (p := _fixed(prompt, ran, len(cut))) is not None]
+        num_cut = len(cut)
+        seconds.append(ran.seconds)
         growth = seconds[-1] / seconds[-2] if len(seconds) > 1 and seconds[-2] > 0 else USUAL_GROWTH
-        return chunk_s * min(growth, 2.0) ** 2 <= trial_s  # the next chunk, and with it all that went before
-
-    for output in find_lengths(engines, _chunks(prompts), has_time):
-        if output.error is not None:
-            failed.append(str(output.error))
-        else:
-            lengths[output.request_id] = fix_length(by_id[output.request_id], output_length(output))
-    fixed = tuple(lengths[prompt.request_id] for prompt in prompts if prompt.request_id in lengths)
+        if cut or ran.seconds * min(growth, 2.0) ** 2 > trial_s:  # the next chunk, and with it all that went before
+            break
     if len(fixed) < LEAST_ROWS:
         raise too_few(len(fixed), failed[0] if failed else None)
-    return Sample(fixed, choose_rungs(len(fixed), whole=whole), failed[0] if failed else None, len(failed))
+    rungs = choose_rungs(len(fixed), whole=whole)
+    return Sample(tuple(fixed), rungs, failed[0] if failed else None, len(failed), num_cut)
+
+
+def _fixed(prompt: Prompt, ran: Chunk, num_cut: int) -> Prompt | None:
+    """Fix a prompt's length at what it had, or at what there was time for; None for one that failed."""
+    output = ran.outputs.get(prompt.request_id)
+    if output is not None:
+        return None if output.error is not None else fix_length(prompt, output_length(output))
+    length = max(LEAST_LENGTH, ran.tokens_left // num_cut)
+    asked = prompt.sampling.max_tokens
+    return fix_length(prompt, length if asked is None else min(length, asked))
 
 
 def recall(record: dict[str, Any], prompts: Sequence[Prompt], *, whole: bool) -> Sample:
@@ -110,7 +131,7 @@ def recall(record: dict[str, Any], prompts: Sequence[Prompt], *, whole: bool) ->
     by_id = {prompt.request_id: prompt for prompt in prompts}
     fixed = [fix_length(by_id[row], length) for row, length in record["rows"]]
     rungs = choose_rungs(len(fixed), whole=whole)
-    return Sample(tuple(fixed), rungs, record["first_error"], record["num_failed"])
+    return Sample(tuple(fixed), rungs, record["first_error"], record["num_failed"], record["num_cut"])
 
 
 def choose_rungs(num_rows: int, *, whole: bool) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cbatch.config import SamplingParams
@@ -76,23 +77,39 @@ def run_trial(engines: EngineSource, settings: Mapping[str, Value], prompts: Seq
     return replace(outcome, wall_s=engines.clock() - began)
 
 
-def find_lengths(
-    engines: EngineSource, chunks: Iterator[Sequence[Prompt]], has_time: Callable[[float], bool]
-) -> Iterator[RequestOutput]:
-    """Run prompts as the job would, chunk by chunk, and yield their results.
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What came of some prompts, run as the job would run them."""
 
-    After each chunk `has_time` is told its seconds, and says whether to go on.
-    """
+    outputs: dict[int, RequestOutput]  # of those that were finished, by their ids
+    seconds: float
+    tokens_left: int  # generated for the others, whose time was over
+
+
+def build_default(engines: EngineSource) -> TrialEngine:
+    """Build an engine with the default settings. Raises CbatchError where they do not work."""
+    with _of_default(engines):
+        return engines.build({})
+
+
+def run_chunk(engines: EngineSource, engine: TrialEngine, prompts: Sequence[Prompt], limit_s: float) -> Chunk:
+    """Run prompts on the default engine, as far as they come in `limit_s` seconds. Raises CbatchError."""
+    outputs: dict[int, RequestOutput] = {}
+    num_before, began = engine.stats.output_tokens, engines.clock()
+    with _of_default(engines):
+        for finished in engine.steps(iter(prompts)):
+            outputs |= {output.request_id: output for output in finished}
+            if engines.clock() - began > limit_s:
+                break
+    num_finished = sum(len(s.token_ids) for output in outputs.values() for s in output.samples or (output,))
+    return Chunk(outputs, engines.clock() - began, engine.stats.output_tokens - num_before - num_finished)
+
+
+@contextmanager
+def _of_default(engines: EngineSource) -> Iterator[None]:
+    """Say of a failure that it is the default settings'."""
     try:
-        engine = engines.build({})
-        chunk = next(chunks, [])
-        while chunk:
-            began = engines.clock()
-            for outputs in engine.steps(iter(chunk)):
-                yield from outputs
-            if not has_time(engines.clock() - began):
-                return
-            chunk = next(chunks, [])
+        yield
     except CbatchError:
         raise
     except (RuntimeError, MemoryError) as error:

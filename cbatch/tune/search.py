@@ -16,6 +16,7 @@ from cbatch.tune.space import Point, Space
 from cbatch.tune.trial import Measurer, Trial, TrialBook
 
 POINTS_PER_KNOB = 8  # tried where nobody says how many
+LEAST_POINTS = 3
 ETA = 3  # from rung to rung, this share of the configurations goes on
 NUM_FINALISTS = 3  # beside the default
 MIN_ROUNDS = 3
@@ -101,7 +102,7 @@ class Search:
     def _explore(self) -> None:
         """Try the default, what was tried before, and new configurations, over the smallest sample."""
         self._try(self._space.baseline, 0)
-        while not self._is_full() and (self._known or not self._limits.is_spent(EXPLORE_SHARE)):
+        while not self._is_full() and not self._is_explored():
             point = self._proposer.propose(among=self._known)
             if point is None:
                 break
@@ -110,6 +111,11 @@ class Search:
             self._try(point, 0)
         if not self._is_too_late(EXPLORE_SHARE, self._space.baseline, 0):
             self._try(self._space.baseline, 0)  # a repeat: how much do measurements differ?
+
+    def _is_explored(self) -> bool:
+        """Whether the time for new configurations is over; the first few may take more than their share."""
+        share = EXPLORE_SHARE if len(self.book.points) >= LEAST_POINTS else HALVE_SHARE
+        return not self._known and self._limits.is_spent(share)
 
     def _is_full(self) -> bool:
         most = self._limits.max_points

@@ -80,6 +80,7 @@ def make_evidence(findings: Findings, circumstances: Mapping[str, Any]) -> dict[
         "runs_of_rows": count_runs(sample.rows),
         "rungs": list(sample.rungs),
         "rows_left_out": sample.num_failed,
+        "rows_cut": sample.num_cut,
         PROMPT_LENGTH: _short(sample.prompt_tokens / rows),
         OUTPUT_LENGTH: _short(sample.output_tokens / rows),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from cbatch.config import EngineConfig, SamplingParams
 from cbatch.engine.request import Prompt
 from cbatch.errors import InputError, RowError
-from cbatch.tune.calibrate import FIRST_CHUNK, Sample, calibrate, recall
+from cbatch.tune.calibrate import FIRST_CHUNK, LEAST_LENGTH, Sample, calibrate, recall
 from tests.tune.stub_engines import STEP_S, StubEngines, TunePlan, step_cost
 
 LENGTH = 20
@@ -35,16 +36,35 @@ def test_where_a_larger_batch_takes_no_longer_all_rows_are_taken() -> None:
 
 def test_where_rows_run_one_by_one_the_sample_is_what_the_time_takes() -> None:
     one_row = LENGTH * STEP_S * step_cost(TunePlan(max_requests_per_batch=1))
-    sizes = [len(sample_of(rows * one_row, max_requests=1).prompts) for rows in (1, 12, 40, 1000)]
-    assert sizes[0] == FIRST_CHUNK
-    assert sizes == sorted(sizes)
-    assert FIRST_CHUNK < sizes[1] < sizes[2] < sizes[3] == len(PROMPTS)
-    assert sizes[2] <= 80
+    samples = [sample_of(rows * one_row, max_requests=1) for rows in (17, 60, 1000)]
+    assert [len(sample.prompts) for sample in samples] == [FIRST_CHUNK, 3 * FIRST_CHUNK, len(PROMPTS)]
+    assert not any(sample.num_cut for sample in samples)
+
+
+def test_outputs_are_cut_where_the_first_rows_alone_take_too_long() -> None:
+    """A batch of sixteen stays one, whatever the time: its rows end earlier."""
+    long = [
+        replace(prompt, sampling=replace(SAMPLING, max_tokens=400 - 399 * (i == 0))) for i, prompt in enumerate(PROMPTS)
+    ]
+    step_s = STEP_S * step_cost(TunePlan())
+    sample = sample_of(49.5 * step_s, prompts=long)
+    assert len(sample.prompts) == FIRST_CHUNK
+    assert sample.num_cut == FIRST_CHUNK - 1
+    assert [prompt.sampling.max_tokens for prompt in sample.prompts] == [1, *[50] * (FIRST_CHUNK - 1)]
+    least = sample_of(0.0, prompts=long)
+    assert {prompt.sampling.max_tokens for prompt in least.prompts} == {1, LEAST_LENGTH}
+
+
+def test_a_later_chunk_that_takes_too_long_after_all_is_left_out() -> None:
+    lengths = [10] * FIRST_CHUNK + [10_000] * 32
+    uneven = [Prompt(i, [1, 50 + i], replace(SAMPLING, max_tokens=length)) for i, length in enumerate(lengths)]
+    sample = sample_of(100 * STEP_S * step_cost(TunePlan()), prompts=uneven)
+    assert (len(sample.prompts), sample.num_cut) == (FIRST_CHUNK, 0)
 
 
 def test_a_growing_sample_keeps_what_it_had() -> None:
     one_row = LENGTH * STEP_S * step_cost(TunePlan(max_requests_per_batch=1))
-    small, large = (sample_of(rows * one_row, max_requests=1) for rows in (1, 40))
+    small, large = (sample_of(rows * one_row, max_requests=1) for rows in (17, 60))
     assert large.prompts[: len(small.prompts)] == small.prompts
     assert [prompt.request_id for prompt in large.of(0)] == sorted(prompt.request_id for prompt in large.of(0))
     assert set(large.rows) == {prompt.request_id for prompt in large.of(len(large.rungs) - 1)}

@@ -10,9 +10,9 @@ import pytest
 from cbatch.config import EngineConfig, SamplingParams
 from cbatch.engine.request import Prompt, RequestOutput
 from cbatch.errors import EngineError, UsageError
-from cbatch.tune.measure import WARM_UP_PROMPTS, find_lengths, fix_length, output_length, run_trial
+from cbatch.tune.measure import WARM_UP_PROMPTS, build_default, fix_length, output_length, run_chunk, run_trial
 from tests.stub_engine import DEFAULT_LENGTH
-from tests.tune.stub_engines import BEST, BUILD_S, STEP_S, StubEngines
+from tests.tune.stub_engines import BEST, BUILD_S, STEP_S, StubEngines, TunePlan, step_cost
 
 FIXED = SamplingParams(max_tokens=12, ignore_eos=True)
 PROMPTS = [Prompt(i, [1, *range(10 + i, 40 + i)], FIXED) for i in range(8)]
@@ -117,32 +117,40 @@ def test_a_row_that_fails_is_no_speed() -> None:
     assert outcome.reason == "row 99 failed: the cache cannot hold this request"
 
 
-def test_lengths_are_found_as_the_job_would_have_them() -> None:
-    """Some rows end by themselves, some at max_tokens; chunk by chunk, as long as there is time."""
-    chunks = [
-        [Prompt(0, [1, 50], SamplingParams()), Prompt(1, [1, 51], SamplingParams(max_tokens=3))],
-        [Prompt(2, [1, 52], SamplingParams(max_tokens=30, ignore_eos=True))],
-        [Prompt(3, [1, 53], SamplingParams())],
-    ]
+def test_a_chunk_runs_as_the_job_would_run_it() -> None:
+    """Some rows end by themselves, some at max_tokens."""
     source = engines()
-    asked: list[float] = []
+    engine = build_default(source)
+    chunk = [
+        Prompt(0, [1, 50], SamplingParams()),
+        Prompt(1, [1, 51], SamplingParams(max_tokens=3)),
+        Prompt(2, [1, 52], SamplingParams(max_tokens=30, ignore_eos=True)),
+    ]
+    ran = run_chunk(source, engine, chunk, 1e6)
+    assert {row: output_length(output) for row, output in ran.outputs.items()} == {0: DEFAULT_LENGTH, 1: 3, 2: 30}
+    assert ran.seconds == pytest.approx(30 * STEP_S * step_cost(TunePlan()))
+    assert ran.tokens_left == 0
+    again = run_chunk(source, engine, chunk[:1], 1e6)  # on the same engine
+    assert (len(again.outputs), again.tokens_left) == (1, 0)
 
-    def has_time(seconds: float) -> bool:
-        asked.append(seconds)
-        return len(asked) < 2
 
-    lengths = {output.request_id: len(output.token_ids) for output in find_lengths(source, iter(chunks), has_time)}
-    assert lengths == {0: DEFAULT_LENGTH, 1: 3, 2: 30}
-    assert asked[1] / asked[0] == pytest.approx(30 / DEFAULT_LENGTH)
-    assert len(source.engines) == 1
+def test_a_chunk_stops_when_its_time_is_over() -> None:
+    source = engines()
+    step_s = STEP_S * step_cost(TunePlan())
+    chunk = [Prompt(i, [1, 50 + i], SamplingParams(max_tokens=5 + 95 * (i > 0), ignore_eos=True)) for i in range(3)]
+    ran = run_chunk(source, build_default(source), chunk, 9.5 * step_s)
+    assert list(ran.outputs) == [0]
+    assert ran.tokens_left == 2 * 10
+    assert ran.seconds == pytest.approx(10 * step_s)
 
 
 def test_default_settings_that_do_not_work_end_the_search() -> None:
-    chunk = [[Prompt(0, [1, 50], SamplingParams())]]
+    chunk = [Prompt(0, [1, 50], SamplingParams())]
     with pytest.raises(EngineError, match="the default settings do not work: memory ran out"):
-        list(find_lengths(engines(on_build=raising(MemoryError())), iter(chunk), lambda _: True))
+        build_default(engines(on_build=raising(MemoryError())))
+    source = engines(engine_options={"fail_at_step": 2})
     with pytest.raises(EngineError, match="the device was lost"):
-        list(find_lengths(engines(engine_options={"fail_at_step": 2}), iter(chunk), lambda _: True))
+        run_chunk(source, build_default(source), chunk, 1e6)
 
 
 def test_a_fixed_length_is_kept_whatever_the_tokens() -> None:
