@@ -13,8 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cbatch.config import EngineConfig
+from cbatch.models.generation import end_token_ids, generation_defaults
 from cbatch.models.inspect import inspect_model
 from cbatch.models.load import load_model
+from cbatch.models.outline import outline_model
+from cbatch.models.source import resolve_source
+from cbatch.models.weights import weight_bytes
 
 LAYER_NAMES = {
     "input_layernorm": "attn_norm",
@@ -117,3 +121,14 @@ def test_a_gguf_tokenizer_encodes_as_its_original_does_or_a_warning_says_so(
     is_same = tokenizer.encode(TEXT) == expected.encode(TEXT) and tokenizer.eos_token_id == expected.eos_token_id
     assert is_same != ("--tokenizer" in caplog.text)
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+def test_what_is_known_without_its_weights_is_what_a_loaded_one_says(gguf_file: Path, tiny_llama: Path) -> None:
+    config = EngineConfig(model=str(gguf_file), dtype="float32")
+    shape = inspect_model(config)
+    outline, model = outline_model(config, shape), load_model(config, shape).model
+    assert outline.eos_token_ids == end_token_ids(model.generation_config, model.config)
+    assert outline.generation_defaults == generation_defaults(model.generation_config).sampling
+    original = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    num_parameters = sum(parameter.numel() for parameter in original.parameters())
+    assert weight_bytes(resolve_source(config.model), torch.float32) == num_parameters * 4
