@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.config import EngineConfig
-from cbatch.jobs.identity import identify_model
 
 if TYPE_CHECKING:
     from cbatch.engine.engine import Engine
@@ -32,6 +31,7 @@ def loading_checked(evidence: Mapping[str, Any], say: Callable[[str], None]) -> 
 
     def load(config: EngineConfig) -> Engine:
         from cbatch.engine.engine import Engine
+        from cbatch.jobs.identity import identify_model
 
         engine = Engine.load(config)
         note = other_circumstances(evidence, engine.plan.settings(), identify_model(config))

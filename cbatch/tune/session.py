@@ -176,9 +176,7 @@ class Session:
             f"trials of {', '.join(str(size) for size in sorted(set(sample.rungs)))} rows{failed}"
         )
         if sample.num_cut:
-            self._say(
-                f"the outputs of {sample.num_cut} rows are cut for want of time: a larger --budget runs them whole"
-            )
+            self._say(f"the outputs of {sample.num_cut} rows are cut for want of time: a larger --budget cuts less")
         places = self._plan.max_requests_per_batch
         if sample.num_requests < min(places, self._rows.profile.num_good):
             self._say(f"the sample does not fill a batch of {places}: a larger --budget takes more rows")
