@@ -151,7 +151,8 @@ ENGINE_SETTINGS = (
         name="deterministic",
         target=EngineConfig,
         panel=ENGINE,
-        help="Give every row the same bits whatever the batch, order, chunks or preemptions; CPU only, and slower.",
+        help="Give every row the same bits whatever the batch, order, chunks or preemptions; CPU only.",
+        default="where it costs nothing",
     ),
 )
 

@@ -3,7 +3,7 @@
 On a CPU a row of a matrix product does not depend on the other rows or on how many they are, so long as every thread
 has a few: below about four, BLAS libraries switch to kernels that add in another order, unless the weights are packed.
 So every product gets a whole number of `row_multiple` rows, padding included; attention adds in a fixed order
-(cbatch_kernels). Everything else in a decoder works row by row. Called by the engine where it is asked for.
+(cbatch_kernels). Everything else in a decoder works row by row. Called by the engine.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from cbatch_kernels.dispatch import AttentionChoice
 from cbatch_kernels.linear import LinearWeight, linear
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from cbatch.compatibility import Facts, check
+from cbatch.config import EngineConfig
 from cbatch.errors import UsageError
 from cbatch.models.inspect import ModelShape
 from cbatch.models.load import LoadedModel
+from cbatch.models.outline import ModelOutline
 
 ROWS_PER_THREAD = 8
 HINT = "leave --deterministic out"
 CHECKED = (1, 2, 3, 5, 8, 17)  # numbers of multiples whose products are compared
+CHECKED_ROWS = (*CHECKED, 65, 200)  # where the multiple is 1
 
 Product = Callable[[Tensor], Tensor]
 
@@ -33,18 +37,33 @@ def check_deterministic(shape: ModelShape, device: torch.device) -> None:
     check(Facts(deterministic=True, device=device.type, has_experts=shape.has_experts))
 
 
+def decide_deterministic(config: EngineConfig, loaded: ModelOutline, attention: AttentionChoice) -> tuple[bool, str]:
+    """Tell whether results do not depend on the batch, and why: asked for, or so in any case."""
+    if config.deterministic:
+        return True, "given"
+    if not isinstance(loaded, LoadedModel):
+        return False, "known once the weights are loaded"
+    if loaded.device.type != "cpu" or loaded.shape.has_experts or attention.gathers or not _hold(loaded, rows=1):
+        return False, "off by default where it costs speed"
+    return True, "at no cost here: packed products and compiled attention give a row the same bits in any batch"
+
+
 def row_multiple(loaded: LoadedModel) -> int:
     """Give the number of rows; UsageError where the model's products depend on their number all the same.
 
     Products over packed weights mostly hold for any number of rows: then it is 1, and nothing is padded.
     """
-    products = _products(loaded.model)
     for rows in (1, ROWS_PER_THREAD * loaded.num_threads):
-        if all(_holds(product, width, dtype, rows) for (width, dtype), product in products):
+        if _hold(loaded, rows):
             return rows
     raise UsageError(
         "deterministic cannot be held here: matrix products of this machine depend on the number of rows", hint=HINT
     )
+
+
+def _hold(loaded: LoadedModel, rows: int) -> bool:
+    """Tell whether all of the model's products give a row the same bits among any number of multiples of `rows`."""
+    return all(_holds(product, width, dtype, rows) for (width, dtype), product in _products(loaded.model))
 
 
 def _products(model: nn.Module) -> list[tuple[tuple[int, torch.dtype], Product]]:
@@ -67,6 +86,7 @@ def _products(model: nn.Module) -> list[tuple[tuple[int, torch.dtype], Product]]
 def _holds(product: Product, width: int, dtype: torch.dtype, rows: int) -> bool:
     """Compare products of different numbers of rows."""
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(max(CHECKED) * rows, width, generator=generator).to(dtype)
+    counts = CHECKED_ROWS if rows == 1 else CHECKED
+    inputs = torch.randn(counts[-1] * rows, width, generator=generator).to(dtype)
     most = product(inputs)
-    return all(torch.equal(product(inputs[: count * rows]), most[: count * rows]) for count in CHECKED)
+    return all(torch.equal(product(inputs[: count * rows]), most[: count * rows]) for count in counts[:-1])

@@ -17,7 +17,7 @@ from cbatch_kernels.dispatch import AttentionChoice
 from cbatch.compatibility import NO_SHARING
 from cbatch.config import EngineConfig
 from cbatch.engine.cache.build import group_layers
-from cbatch.engine.determinism import check_deterministic
+from cbatch.engine.determinism import check_deterministic, decide_deterministic
 from cbatch.engine.memory import FreeMemory
 from cbatch.engine.modes import CHUNKED, MODES, Mode
 from cbatch.engine.policies import SCHEDULERS
@@ -145,6 +145,8 @@ def plan_engine(
     sharing, reason = _decide_sharing(config, shape, max_model_len)
     decided.note("allow_block_sharing", reason)
     decided.note("attention", attention.reason)
+    deterministic, reason = decide_deterministic(config, loaded, attention)
+    decided.note("deterministic", reason)
     return EnginePlan(
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(device),
@@ -163,7 +165,7 @@ def plan_engine(
         cpu_offload_space=offload,
         num_host_pages=host_pages,
         speculation=_plan_speculation(config, decided, defaults, batch),
-        deterministic=decided.choose("deterministic", config.deterministic or None, False, "off by default"),
+        deterministic=deterministic,
         attention=attention.name,
         reasons=decided.reasons,
     )

@@ -236,7 +236,9 @@ def test_a_run_peaks_within_a_tenth_of_what_was_planned(
     )
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
-    planned = found["weights"] + found["cache"] + found["host"] + found["step"]
+    # What is free is measured when the weights are in, and how much of the heap goes back then differs.
+    assert found["weights"] <= found["loaded"] < 1.3 * found["weights"]
+    planned = found["loaded"] + found["cache"] + found["host"] + found["step"]
     assert found["measured"] == pytest.approx(planned, rel=0.1), found
     share = settings.get("max_memory_percent", 1.0)
     assert isinstance(share, float)
