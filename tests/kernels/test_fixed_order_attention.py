@@ -123,3 +123,26 @@ def test_bits_depend_neither_on_who_shares_pages_nor_on_threads(
             first += num_queries
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant(num_heads=3, kv_heads=1),
+        Variant(kv_heads=1, sliding_window=700, page_size=20),
+        Variant(kv_heads=1, has_sinks=True, softcap=9.0, dtype=torch.bfloat16),
+    ],
+    ids=repr,
+)
+def test_long_contexts_that_threads_share_equal_the_oracle_and_themselves(
+    implementation: str, variant: Variant
+) -> None:
+    case = build_case(variant, [(1, 1500), (1, 513), (1, 40), (4, 1100)])
+    before, tolerance = torch.get_num_threads(), TOLERANCE[variant.dtype]
+    results = []
+    for num_threads in (before, 1, 4) if implementation == "compiled" else (before,):
+        torch.set_num_threads(num_threads)
+        results.append(run(case, variant))
+    torch.set_num_threads(before)
+    torch.testing.assert_close(results[0].double(), attend(case, variant), atol=tolerance, rtol=tolerance)
+    assert all(torch.equal(result, results[0]) for result in results)

@@ -2,9 +2,10 @@
 //
 // What a row gets does not depend on the rows beside it. Blocks begin at multiples of BLOCK, in positions of the
 // sequence; a score is a sum over the head in one order; a block's weights are added up lane by lane, and values key by
-// key. A key that a row does not see weighs exactly zero, so it makes no difference whether it was looked at.
+// key; what SPAN keys gave is added to what the spans before them gave. A key that a row does not see weighs exactly
+// zero, so it makes no difference whether it was looked at.
 //
-// The scores are logarithms to base 2: queries come multiplied by what that takes (see paged_attention.cpp).
+// The scores are logarithms to base 2: queries come multiplied by what that takes (see paged_attention.h).
 #pragma once
 
 #include <algorithm>
@@ -14,7 +15,8 @@
 namespace cbatch {
 
 constexpr int BLOCK = 64;
-constexpr int HEAD_MULTIPLE = 8;  // that heads are cut to: wider vectors have a half left over
+constexpr int SPAN = 8 * BLOCK;
+constexpr int HEAD_MULTIPLE = 8;                       // of every head's size; wider vectors have a half left over
 constexpr int KEYS = 4;                                // whose scores are summed at a time
 constexpr int MAX_ROWS = NUM_REGISTERS == 32 ? 6 : 3;  // that share each load; MAX_ROWS * KEYS sums stay in registers
 constexpr float MAX_EXPONENT = 60.0f;                  // beyond which tanh is 1
@@ -27,22 +29,58 @@ struct Segment {
 };
 
 struct Layout {
-    long head_dim, row_size;            // floats; row_size is head_dim filled up with zeros to whole vectors
-    long key_stride, value_stride;      // elements from one slot of a page to the next
-    float softcap;                      // in the unit of the scores; 0 for none
+    long head_dim, row_size;        // floats; row_size is head_dim filled up with zeros to whole vectors
+    long key_stride, value_stride;  // elements from one slot of a page to the next
+    float softcap;                  // in the unit of the scores; 0 for none
 };
 
-// The state of rows, each of which sees the keys at positions begin to end - 1.
-struct Rows {
-    float *query;             // [rows][row_size]
-    float *sums;              // [rows][row_size]: of weighted values
-    float *highest, *total;   // [rows]: the highest score, and the sum of weights relative to it
-    long *begin, *end;        // [rows]
+// What rows have added up so far.
+struct State {
+    float *sums;             // [rows][row_size]: of weighted values
+    float *highest, *total;  // [rows]: the highest score, and the sum of weights relative to it
 
-    Rows from(long row, long row_size) const {
-        return {query + row * row_size, sums + row * row_size, highest + row, total + row, begin + row, end + row};
+    State from(long row, long row_size) const { return {sums + row * row_size, highest + row, total + row}; }
+
+    static long size(long count, long row_size) { return count * (row_size + 2); }
+
+    static State in(float *memory, long count, long row_size) {
+        float *highest = memory + count * row_size;
+        return {memory, highest, highest + count};
     }
 };
+
+// Rows, each of which sees the keys at positions begin to end - 1.
+struct Rows {
+    float *query;       // [rows][row_size]
+    long *begin, *end;  // [rows]
+    State state;        // of the span that is being worked on
+
+    Rows from(long row, long row_size) const {
+        return {query + row * row_size, begin + row, end + row, state.from(row, row_size)};
+    }
+};
+
+// Set rows to where nothing was seen.
+inline void clear(State state, long count, long row_size) {
+    std::fill_n(state.sums, count * row_size, 0.0f);
+    std::fill_n(state.highest, count, -INFINITE);
+    std::fill_n(state.total, count, 0.0f);
+}
+
+// Add what rows have seen in a span to what they had seen before it.
+inline void fold(State before, State span, long count, long row_size) {
+    for (long row = 0; row < count; row++) {
+        if (span.total[row] == 0.0f) continue;
+        float raised = std::max(before.highest[row], span.highest[row]);
+        Floats base = splat(raised == -INFINITE ? 0.0f : raised);
+        float scale = exp2(splat(before.highest[row]) - base)[0];
+        Floats span_scale = exp2(splat(span.highest[row]) - base);
+        for (long d = row * row_size; d < (row + 1) * row_size; d += WIDTH)
+            store(before.sums + d, fma(load(span.sums + d), span_scale, load(before.sums + d) * scale));
+        before.total[row] = before.total[row] * scale + span.total[row] * span_scale[0];
+        before.highest[row] = raised;
+    }
+}
 
 // Memory to be fetched while the block before it is worked on: as many lines at a time as are read meanwhile.
 class Ahead {
@@ -122,19 +160,19 @@ inline float soften(float *scores, int first, int last, Rows row, long block_sta
         store(scores + i, x);
         top = larger(x, top);
     }
-    float raised = *row.highest;
+    float raised = *row.state.highest;
     for (int i = 0; i < WIDTH; i++) raised = top[i] > raised ? top[i] : raised;
     // Nothing seen yet: any finite number keeps the weights at zero.
     Floats base = splat(raised == -INFINITE ? 0.0f : raised);
-    float scale = exp2(splat(*row.highest) - base)[0];
+    float scale = exp2(splat(*row.state.highest) - base)[0];
     Floats total = {};
     for (int i = first; i < last; i += WIDTH) {
         Floats weight = exp2(load(scores + i) - base);
         store(scores + i, weight);
         total += weight;
     }
-    *row.total = *row.total * scale + sum(total);
-    *row.highest = raised;
+    *row.state.total = *row.state.total * scale + sum(total);
+    *row.state.highest = raised;
     return scale;
 }
 
@@ -197,7 +235,7 @@ void attend_few(Rows rows, long block_start, const Segment<Element> *segments, i
     for (int m = 0; m < M; m++)
         scales[m] = soften(scores + m * BLOCK, first, last, rows.from(m, layout.row_size), block_start, layout.softcap);
     constexpr int N = M == 1 ? 8 : 4;
-    weigh_rows<M, N>(rows.sums, scores, scales, segments, num_segments, first, last, layout, 0, ahead);
+    weigh_rows<M, N>(rows.state.sums, scores, scales, segments, num_segments, first, last, layout, 0, ahead);
 }
 
 // Attend `count` rows to the keys of one block; `segments` hold all that any of them sees of it.

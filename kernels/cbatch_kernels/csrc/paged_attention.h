@@ -2,85 +2,18 @@
 //
 // The work is cut into tiles: some query tokens with all heads of one KV head. A tile's rows walk over the blocks of
 // keys together (attention_tile.h), so each key is fetched once for all of them. Tokens of a prompt share their whole
-// context; single tokens of sequences that begin with the same pages share these, and then go on alone. The order in
-// which a row's numbers are added up is the same in any tile: neither the batch nor the number of threads changes a bit
+// context; single tokens of sequences that begin with the same pages share these, and then go on alone. Where there are
+// too few tiles for the threads, spans of their contexts are worked on side by side and added up in order. The order in
+// which a row's numbers are added up is the same in any case: neither the batch nor the number of threads changes a bit
 // of a result.
 //
 // One .cpp each instantiates it for a type of element: they are compiled side by side.
 #pragma once
 
-#include <vector>
-
-#include "attention_tile.h"
+#include "attention_plan.h"
 #include "parallel.h"
 
 namespace cbatch {
-
-struct AttentionArguments {  // as in ../compiled_attention.py; strides count elements: of pages, heads and slots
-    const void *query;
-    int64_t query_token_stride, query_head_stride;
-    void *result;  // [num_tokens, num_heads, head_dim]
-    const void *keys, *values;
-    int64_t key_strides[3], value_strides[3];
-    const int32_t *cu_seqlens_q, *context_lens;
-    const int32_t *context_starts;  // or null: all zero
-    const int32_t *block_tables;
-    int64_t table_stride;
-    const float *sinks;  // [num_heads], or null
-    int64_t num_sequences, num_decode_rows, num_query_tokens, num_tokens;
-    int64_t num_heads, kv_heads, head_dim, page_size;
-    int64_t window;  // 0: none
-    int64_t num_threads;
-    float scaling, softcap;  // softcap 0: none
-};
-
-constexpr long TILE_ROWS = 63;
-constexpr long TILES_PER_THREAD = 8;  // at least, where there is work enough: they take different times
-
-// Query tokens with the heads of a KV head: of one prompt, or of sequences with a single token each.
-struct Tile {
-    long first_token, end_token, kv_head;
-    long prompt;  // the sequence, or -1
-};
-
-inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
-
-inline long context_start(const AttentionArguments &a, long sequence) {
-    return a.context_starts ? a.context_starts[sequence] : 0;
-}
-
-inline long context_end(const AttentionArguments &a, long sequence) {
-    return context_start(a, sequence) + a.context_lens[sequence];
-}
-
-// Up to which position two sequences lie in the same pages, in whole blocks.
-inline long common_end(const AttentionArguments &a, long one, long other) {
-    if (a.window || context_start(a, one) != context_start(a, other)) return 0;
-    long most = std::min(a.context_lens[one], a.context_lens[other]) / a.page_size, pages = 0;
-    const int32_t *tables[] = {a.block_tables + one * a.table_stride, a.block_tables + other * a.table_stride};
-    while (pages < most && tables[0][pages] == tables[1][pages]) pages++;
-    return (context_start(a, one) + pages * a.page_size) / BLOCK * BLOCK;
-}
-
-inline std::vector<Tile> cut_into_tiles(const AttentionArguments &a) {
-    std::vector<Tile> tiles;
-    long most = std::max<long>(1, TILE_ROWS / (a.num_heads / a.kv_heads));
-    for (long prompt = a.num_decode_rows; prompt < a.num_sequences; prompt++)
-        for (long token = a.cu_seqlens_q[prompt], end = a.cu_seqlens_q[prompt + 1]; token < end; token += most)
-            tiles.push_back({token, std::min(token + most, end), 0, prompt});
-    long even = a.num_decode_rows * a.kv_heads / (TILES_PER_THREAD * a.num_threads);
-    most = std::max<long>(1, std::min(most, even));
-    for (long row = 0; row < a.num_decode_rows; row += most)
-        tiles.push_back({row, std::min<long>(row + most, a.num_decode_rows), 0, -1});
-    // All tiles of a KV head before the next one's: sequences of a job often share pages.
-    size_t count = tiles.size();
-    for (long head = 1; head < a.kv_heads; head++)
-        for (size_t i = 0; i < count; i++) {
-            tiles.push_back(tiles[i]);
-            tiles.back().kv_head = head;
-        }
-    return tiles;
-}
 
 // Rows of a tile to attend to what they see of the positions `from` to `to` - 1, which lie in one block.
 struct Step {
@@ -93,11 +26,14 @@ struct Workspace {
     std::vector<long> bounds;
     std::vector<Step> steps;
 
-    Rows rows(long count, long row_size) {
-        floats.resize(std::max<size_t>(floats.size(), count * (2 * row_size + 2)));
-        bounds.resize(std::max<size_t>(bounds.size(), 2 * count));
-        float *query = floats.data(), *sums = query + count * row_size, *highest = sums + count * row_size;
-        return {query, sums, highest, highest + count, bounds.data(), bounds.data() + count};
+    float *floats_for(long count) {
+        floats.resize(std::max<size_t>(floats.size(), count));
+        return floats.data();
+    }
+
+    long *bounds_for(long count) {
+        bounds.resize(std::max<size_t>(bounds.size(), count));
+        return bounds.data();
     }
 };
 
@@ -105,43 +41,66 @@ template <class Element>
 class TileAttention {
   public:
     TileAttention(const AttentionArguments &arguments, const Tile &tile, Workspace &workspace)
-        : a(arguments), tile(tile), group(a.num_heads / a.kv_heads), steps(workspace.steps) {
+        : a(arguments), tile(tile), group(a.num_heads / a.kv_heads), count(tile.num_tokens() * group),
+          steps(workspace.steps) {
         layout = {a.head_dim, ceil_div(a.head_dim, WIDTH) * WIDTH, a.key_strides[2], a.value_strides[2],
                   a.softcap * LOG2_E};
-        rows = workspace.rows((tile.end_token - tile.first_token) * group, layout.row_size);
+        long state_size = State::size(count, layout.row_size);
+        float *memory = workspace.floats_for(2 * state_size + count * layout.row_size);
+        before = State::in(memory, count, layout.row_size);
+        long *bounds = workspace.bounds_for(2 * count);
+        rows = {memory + 2 * state_size, bounds, bounds + count,
+                State::in(memory + state_size, count, layout.row_size)};
+        steps.clear();
     }
 
-    void run() {
-        for (long token = tile.first_token; token < tile.end_token; token++) begin(token);
-        steps.clear();
+    // Attend to all that the rows see, and write the result.
+    void attend() {
+        begin();
+        clear(rows.state, count, layout.row_size);
         if (tile.prompt >= 0)
             plan(tile.first_token, tile.end_token, tile.prompt, 0, context_end(a, tile.prompt));
         else
             for (long token = tile.first_token; token < tile.end_token;) token = plan_together(token);
-        attend();
-        for (long token = tile.first_token; token < tile.end_token; token++) finish(token);
+        walk(true);
+        fold(before, rows.state, count, layout.row_size);
+        finish();
+    }
+
+    // Attend to what the rows see of one span, and leave it in `memory`.
+    void attend_span(long from, long to, float *memory) {
+        begin();
+        rows.state = State::in(memory, count, layout.row_size);
+        clear(rows.state, count, layout.row_size);
+        plan(tile.first_token, tile.end_token, tile.sequence_of(tile.first_token), from, to);
+        walk(false);
+    }
+
+    // Add up what was seen in all spans, in their order, and write the result.
+    void add_spans(float *memory, long num_spans) {
+        begin();
+        for (long i = 0; i < num_spans; i++, memory += State::size(count, layout.row_size))
+            fold(before, State::in(memory, count, layout.row_size), count, layout.row_size);
+        finish();
     }
 
   private:
-    // Set the state of a token's rows to where nothing was seen but the sinks.
-    void begin(long token) {
-        long sequence = tile.prompt < 0 ? token : tile.prompt;
-        long start = context_start(a, sequence);
-        long position = context_end(a, sequence) - a.cu_seqlens_q[sequence + 1] + token;
+    // Set the rows to where nothing was seen but the sinks.
+    void begin() {
         float unit = a.scaling * (a.softcap ? 2 * LOG2_E / a.softcap : LOG2_E);
-        for (long i = 0; i < group; i++) {
-            long head = tile.kv_head * group + i;
-            Rows row = rows_of(token, i);
+        clear(before, count, layout.row_size);
+        for (long row = 0; row < count; row++) {
+            long token = tile.first_token + row / group, head = tile.kv_head * group + row % group;
+            long sequence = tile.sequence_of(token), position = position_of(a, sequence, token);
             auto *query = static_cast<const Element *>(a.query);
             query += token * a.query_token_stride + head * a.query_head_stride;
+            float *to = rows.query + row * layout.row_size;
             long d = 0;
-            for (; d + WIDTH <= a.head_dim; d += WIDTH) store(row.query + d, load(query + d) * unit);
-            if (d < a.head_dim) store(row.query + d, load<WIDTH / 2>(query + d) * unit);
-            std::fill_n(row.sums, layout.row_size, 0.0f);
-            *row.highest = a.sinks ? a.sinks[head] * LOG2_E : -INFINITE;
-            *row.total = a.sinks ? 1.0f : 0.0f;
-            *row.begin = a.window ? std::max<long>(start, position - a.window + 1) : start;
-            *row.end = position + 1;
+            for (; d + WIDTH <= a.head_dim; d += WIDTH) store(to + d, load(query + d) * unit);
+            if (d < a.head_dim) store(to + d, load<WIDTH / 2>(query + d) * unit);
+            if (a.sinks) before.highest[row] = a.sinks[head] * LOG2_E, before.total[row] = 1.0f;
+            rows.begin[row] = first_seen(a, sequence, position);
+            rows.end[row] = position + 1;
         }
     }
 
@@ -161,17 +120,17 @@ class TileAttention {
 
     // Plan for some tokens' rows to attend to what they see of a sequence's positions `from` to `to` - 1.
     void plan(long first_token, long end_token, long sequence, long from, long to) {
-        Rows some = rows_of(first_token);
-        long count = (end_token - first_token) * group;
-        from = std::max(from, *std::min_element(some.begin, some.begin + count));
-        to = std::min(to, *std::max_element(some.end, some.end + count));
+        long first_row = (first_token - tile.first_token) * group, end_row = (end_token - tile.first_token) * group;
+        from = std::max(from, *std::min_element(rows.begin + first_row, rows.begin + end_row));
+        to = std::min(to, *std::max_element(rows.end + first_row, rows.end + end_row));
         for (long block_end; from < to; from = block_end) {
             block_end = std::min(from / BLOCK * BLOCK + BLOCK, to);
-            steps.push_back({(first_token - tile.first_token) * group, count, sequence, from, block_end});
+            steps.push_back({first_row, end_row - first_row, sequence, from, block_end});
         }
     }
 
-    void attend() {
+    void walk(bool folds) {
+        if (steps.empty()) return;
         Segment<Element> segments[2][BLOCK];
         int num_segments = locate(steps[0], segments[0]);
         for (size_t i = 0; i < steps.size(); i++) {
@@ -183,9 +142,13 @@ class TileAttention {
                 ahead.add(then[s].keys, then[s].count * layout.key_stride * sizeof(Element));
                 ahead.add(then[s].values, then[s].count * layout.value_stride * sizeof(Element));
             }
-            attend_block(rows.from(step.first_row, layout.row_size), step.count, step.from / BLOCK * BLOCK, now,
-                         num_segments, layout, ahead);
+            Rows some = rows.from(step.first_row, layout.row_size);
+            attend_block(some, step.count, step.from / BLOCK * BLOCK, now, num_segments, layout, ahead);
             num_segments = num_next;
+            if (folds && step.to % SPAN == 0) {
+                fold(before.from(step.first_row, layout.row_size), some.state, step.count, layout.row_size);
+                clear(some.state, step.count, layout.row_size);
+            }
         }
     }
 
@@ -207,41 +170,55 @@ class TileAttention {
         return count;
     }
 
-    void finish(long token) {
-        for (long i = 0; i < group; i++) {
-            Rows row = rows_of(token, i);
-            auto *result = static_cast<Element *>(a.result);
-            result += (token * a.num_heads + tile.kv_head * group + i) * a.head_dim;
-            Floats total = splat(*row.total);
+    void finish() {
+        for (long row = 0; row < count; row++) {
+            long token = tile.first_token + row / group, head = tile.kv_head * group + row % group;
+            auto *result = static_cast<Element *>(a.result) + (token * a.num_heads + head) * a.head_dim;
+            const float *sums = before.sums + row * layout.row_size;
+            Floats total = splat(before.total[row]);
             long d = 0;
-            for (; d + WIDTH <= a.head_dim; d += WIDTH) store(result + d, load(row.sums + d) / total);
-            if (d < a.head_dim) store<WIDTH / 2>(result + d, load(row.sums + d) / total);
+            for (; d + WIDTH <= a.head_dim; d += WIDTH) store(result + d, load(sums + d) / total);
+            if (d < a.head_dim) store<WIDTH / 2>(result + d, load(sums + d) / total);
         }
-    }
-
-    Rows rows_of(long token, long i = 0) const {
-        return rows.from((token - tile.first_token) * group + i, layout.row_size);
     }
 
     const AttentionArguments &a;
     const Tile &tile;
-    long group;
+    long group, count;
     std::vector<Step> &steps;
     Layout layout;
+    State before;  // of the spans that are done with
     Rows rows;
 };
 
 template <class Element>
 void attend_batch(const AttentionArguments &a) {
     std::vector<Tile> tiles = cut_into_tiles(a);
-    parallel_for(tiles.size(), 1, a.num_threads, [&](long i) {
-        thread_local Workspace workspace;
-        TileAttention<Element>(a, tiles[i], workspace).run();
+    std::vector<Part> parts = cut_into_parts(a, tiles);
+    long group = a.num_heads / a.kv_heads, row_size = ceil_div(a.head_dim, WIDTH) * WIDTH;
+    std::vector<long> places(1, 0);  // of the parts' states
+    for (const Part &part : parts) {
+        long size = State::size(tiles[part.tile].num_tokens() * group, row_size);
+        places.push_back(places.back() + (part.whole ? 0 : size));
+    }
+    std::vector<float> states(places.back());
+    static thread_local Workspace workspace;
+    parallel_for(parts.size(), 1, a.num_threads, [&](long i) {
+        const Part &part = parts[i];
+        TileAttention<Element> attention(a, tiles[part.tile], workspace);
+        if (part.whole)
+            attention.attend();
+        else
+            attention.attend_span(part.from, part.to, &states[places[i]]);
     });
+    for (size_t i = 0, end; i < parts.size(); i = end) {
+        for (end = i + 1; end < parts.size() && parts[end].tile == parts[i].tile;) end++;
+        if (!parts[i].whole)
+            TileAttention<Element>(a, tiles[parts[i].tile], workspace).add_spans(&states[places[i]], end - i);
+    }
     auto *result = static_cast<Element *>(a.result);
-    long row_size = a.num_heads * a.head_dim;
-    long num_padding = a.num_tokens - a.num_query_tokens;
-    std::memset(result + a.num_query_tokens * row_size, 0, num_padding * row_size * sizeof(Element));
+    long token_size = a.num_heads * a.head_dim, num_padding = a.num_tokens - a.num_query_tokens;
+    std::memset(result + a.num_query_tokens * token_size, 0, num_padding * token_size * sizeof(Element));
 }
 
 }  // namespace cbatch
