@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from cbatch.cli import app
+from tests.cli.clikit import run_here
 from tests.tiny_models import build_tiny
 
 Run = Callable[..., tuple[int, str, str]]
@@ -32,13 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["cbatch", *arguments])
-        code = app.main()
-        streams = capsys.readouterr()
-        return code, streams.out, streams.err
-
-    return call
+    return partial(run_here, monkeypatch, capsys)
 
 
 def test_the_tables_say_what_a_job_will_be(run: Run, model: str) -> None:

@@ -65,7 +65,7 @@ def run_engine(job: JobConfig, config: EngineConfig, loaded: LoadedModel) -> Eng
     return engine.stats
 
 
-def shared_rows(seed: int, count: int = 40) -> list[dict[str, Any]]:
+def shared_rows(seed: int, count: int = 24) -> list[dict[str, Any]]:
     """Prompts that begin alike in groups, some of them the same, a few long ones."""
     rng = random.Random(seed)
     headers = [[rng.randrange(5, 250) for _ in range(rng.randrange(8, 60))] for _ in range(4)]
@@ -98,7 +98,7 @@ def test_a_plans_counts_are_those_of_the_run(
     plan, stats = make_plan(job, config), run_engine(job, config, loaded)
     assert plan.dry is not None
     assert {name: getattr(plan.dry.stats, name) for name in COUNTS} == {name: getattr(stats, name) for name in COUNTS}
-    assert plan.dry.num_rows == plan.rows.num_ok == 40
+    assert plan.dry.num_rows == plan.rows.num_ok == 24
     assert sum(plan.rows.lengths.outputs) == stats.output_tokens
 
 
