@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
 import subprocess
 import sys
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.clikit import STUB, TIMEOUT_S, read_rows, run_job, run_stub, shell, write_input
+from tests.cli.clikit import read_rows, run_job, run_on_terminal, run_stub, shell, write_input
 
 JOB = "run in.jsonl --model model -o out.jsonl"
 LOG_LINE = r"cbatch: \d+ rows in [\d.]+ s: 2 ok, 0 failed, 16 tokens at [\d.]+ tokens/s; out\.jsonl and .*report\.json"
@@ -100,20 +98,7 @@ def test_a_log_reader_that_goes_away_leaves_the_output_whole(folder: Path) -> No
 
 def on_terminal(folder: Path, **environment: str) -> str:
     """Run the job with standard error on a pseudo-terminal, and return what it shows."""
-    master, slave = pty.openpty()
-    names = os.environ | {"TERM": "xterm"} | environment
-    process = subprocess.Popen([*STUB, *JOB.split()], cwd=folder, env=names, stdout=subprocess.PIPE, stderr=slave)
-    os.close(slave)
-    shown = b""
-    try:
-        while chunk := os.read(master, 65536):
-            shown += chunk
-    except OSError:  # the other side is closed
-        pass
-    os.close(master)
-    out, _ = process.communicate(timeout=TIMEOUT_S)
-    assert (process.returncode, out) == (0, b"")
-    return shown.decode()
+    return run_on_terminal(*JOB.split(), cwd=folder, **environment)
 
 
 def test_a_terminal_gets_a_table(folder: Path) -> None:

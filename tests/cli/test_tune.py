@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
-import sys
 import time
 import tomllib
 from collections.abc import Callable
@@ -19,13 +17,13 @@ import pytest
 import typer.main
 import typer.testing
 
-from cbatch.cli.app import app, main
+from cbatch.cli.app import app
 from cbatch.cli.options import BY_NAME
 from cbatch.cli.setting import ConsoleConfig
 from cbatch.cli.tune import TuneOptions, read_tune_options
 from cbatch.cli.tune_options import SETTINGS, TUNE_SETTINGS
 from cbatch.config import EngineConfig
-from tests.cli.clikit import STUB, TIMEOUT_S, run_stub, write_input
+from tests.cli.clikit import STUB, TIMEOUT_S, run_here, run_on_terminal, run_stub, write_input
 from tests.tune.stub_engines import BEST
 from tests.tune.tunekit import rows
 
@@ -45,10 +43,7 @@ def ending(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
     def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
         monkeypatch.chdir(folder)
-        monkeypatch.setattr(sys, "argv", ["cbatch", *arguments])
-        code = main()
-        streams = capsys.readouterr()
-        return code, streams.out, streams.err
+        return run_here(monkeypatch, capsys, *arguments)
 
     return run
 
@@ -224,21 +219,8 @@ def test_quiet_says_nothing(folder: Path) -> None:
 
 def on_terminal(folder: Path, *arguments: str, **environment: str) -> str:
     """Run a search with standard error on a pseudo-terminal, and return what it shows."""
-    master, slave = pty.openpty()
-    names = os.environ | {"TERM": "xterm", "COLUMNS": "120"} | environment
-    command = [*STUB, "tune", "in.jsonl", "--model", "model", *arguments]
-    process = subprocess.Popen(command, cwd=folder, env=names, stdout=subprocess.PIPE, stderr=slave)
-    os.close(slave)
-    shown = b""
-    try:
-        while chunk := os.read(master, 65536):
-            shown += chunk
-    except OSError:  # the other side is closed
-        pass
-    os.close(master)
-    out, _ = process.communicate(timeout=TIMEOUT_S)
-    assert (process.returncode, out) == (0, b"")
-    return shown.decode()
+    command = ("tune", "in.jsonl", "--model", "model", *arguments)
+    return run_on_terminal(*command, cwd=folder, COLUMNS="120", **environment)
 
 
 def test_a_terminal_gets_a_table_with_bars(folder: Path) -> None:
