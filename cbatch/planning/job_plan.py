@@ -33,7 +33,7 @@ from cbatch.planning.prefixes import PrefixTree
 
 MAX_SHOWN_ERRORS = 10
 MAX_ERROR_CODES = 100
-DRY_TOKENS = 5_000_000  # to generate: rows beyond are counted, but not run dry
+DRY_TOKENS = 2_000_000  # to generate: rows beyond are counted, but not run dry
 
 
 @dataclass(frozen=True, slots=True)
