@@ -19,6 +19,7 @@ from cbatch.cli.help import SettingsCommand
 from cbatch.cli.merge import merge_command
 from cbatch.cli.options import SETTINGS
 from cbatch.cli.plan import plan_command
+from cbatch.cli.report import report_command
 from cbatch.cli.run import run_command
 from cbatch.cli.signature import command_signature, keyword
 from cbatch.cli.simulate import simulate_command
@@ -176,6 +177,19 @@ def _merge(
 ) -> int:
     """Join the parts of a sharded job into one ordered output."""
     return merge_command(output, force_unlock=force_unlock, quiet=quiet, debug=debug)
+
+
+@app.command("report")
+def _report(
+    output: Annotated[str, typer.Argument(metavar="OUT", show_default=False, help="The output of a finished run.")],
+    page: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Where the page goes. [OUT.report.html]")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where in the code an error arose.")] = False,
+) -> int:
+    """Write a page of HTML, in one file: the batch and the cache over time, latencies, requests, settings."""
+    return report_command(output, page, quiet=quiet, debug=debug)
 
 
 def main() -> int:

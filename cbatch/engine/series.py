@@ -17,14 +17,15 @@ SUMS = ("preemptions",)
 class StepSeries:
     """Means and sums over steps, point by point."""
 
-    def __init__(self) -> None:
+    def __init__(self, means: Sequence[str] = MEANS, sums: Sequence[str] = SUMS) -> None:
+        self._means, self._names = frozenset(means), (*means, *sums)
         self.steps_per_point = 1
         self._at_s: list[float] = []  # when each point's first step began
-        self._sums: list[list[float]] = []  # one number for each of MEANS and SUMS
+        self._sums: list[list[float]] = []  # one number for each name
         self._num_in_last = 0  # steps
 
     def add(self, at_s: float, values: Sequence[float]) -> None:
-        """Take one step: seconds since the first one began, and a value for each of MEANS and SUMS."""
+        """Take one step: seconds since the first one began, and a value for each of the means and the sums."""
         if not self._sums or self._num_in_last == self.steps_per_point:
             if len(self._sums) == MAX_POINTS:
                 self._halve()
@@ -38,10 +39,10 @@ class StepSeries:
     def as_dict(self) -> dict[str, list[float] | int]:
         """Return the points as columns: `at_s`, and one for each value."""
         counts = [self.steps_per_point] * (len(self._sums) - 1) + [self._num_in_last] * bool(self._sums)
-        columns = list(zip(*self._sums, strict=True)) or [()] * len(MEANS + SUMS)
+        columns = list(zip(*self._sums, strict=True)) or [()] * len(self._names)
         table: dict[str, list[float] | int] = {"steps_per_point": self.steps_per_point, "at_s": _short(self._at_s)}
-        for name, column in zip(MEANS + SUMS, columns, strict=True):
-            divisors = counts if name in MEANS else [1] * len(counts)
+        for name, column in zip(self._names, columns, strict=True):
+            divisors = counts if name in self._means else [1] * len(counts)
             table[name] = _short([total / count for total, count in zip(column, divisors, strict=True)])
         return table
 
