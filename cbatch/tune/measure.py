@@ -32,6 +32,9 @@ class TrialEngine(Protocol):
     @property
     def stats(self) -> EngineStats: ...
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Make ready what prompts with such parameters need beside the model."""
+
     def steps(self, prompts: Iterator[Prompt | None]) -> Iterator[list[RequestOutput]]:
         """Give one list of finished requests per step."""
 
@@ -135,6 +138,8 @@ def fix_length(prompt: Prompt, length: int) -> Prompt:
 
 def _run(engines: EngineSource, settings: Mapping[str, Value], prompts: Sequence[Prompt]) -> Outcome:
     engine = engines.build(settings)
+    for prompt in prompts:  # as a run does while others are computed
+        engine.prepare(prompt.sampling)
     for _ in engine.steps(iter(_warm_up_prompts(prompts))):
         pass
     memory = engines.used_bytes()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cbatch.config import EngineConfig
+from cbatch.config import EngineConfig, SamplingParams
 from cbatch.engine.request import Prompt, RequestOutput
 from cbatch.engine.stats import EngineStats
 from cbatch.errors import DoesNotFitError
@@ -56,6 +56,9 @@ class ClockedEngine:
     @property
     def stats(self) -> EngineStats:
         return self.inner.stats
+
+    def prepare(self, params: SamplingParams) -> None:
+        self.inner.prepare(params)
 
     def steps(self, prompts: Iterator[Prompt | None]) -> Iterator[list[RequestOutput]]:
         def noted() -> Iterator[Prompt | None]:

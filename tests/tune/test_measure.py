@@ -34,6 +34,7 @@ def test_the_clock_runs_from_the_first_step_to_the_last() -> None:
     assert outcome.memory_bytes == 1 << 30
     assert outcome.wall_s == pytest.approx(source.now)
     assert outcome.wall_s > BUILD_S + outcome.timed_s
+    assert source.engines[0].inner.prepared == [FIXED] * 8
 
 
 def test_a_slow_first_step_counts_for_nobody() -> None:
