@@ -8,6 +8,7 @@ computed once for each family.
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -358,8 +359,11 @@ def test_a_failure_is_no_token(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def gemma3() -> Path:
-    """The folder of Gemma 3 270M, a hybrid model with a window of 512; without it the test is skipped."""
-    folder = ROOT / ".models" / "gemma3"
+    """The folder of Gemma 3 270M, a hybrid model with a window of 512; without it the test is skipped.
+
+    No package index has it, and the hub asks for a licence, so that no test can fetch it.
+    """
+    folder = Path(os.environ.get("CBATCH_TEST_GEMMA3", ROOT / ".models" / "gemma3"))
     if not (folder / "model.safetensors").is_file():
         pytest.skip(f"no model in {folder}: hf download google/gemma-3-270m --local-dir {folder}")
     return folder
@@ -373,8 +377,8 @@ def beyond_the_window(folder: Path, num_rows: int) -> list[list[int]]:
     return [[text[0], *text[start : start + 599]] for start in starts]
 
 
-def check_real_model(folder: Path, num_rows: int, max_tokens: int) -> Engine:
-    """Compare rows that move out and come back with `generate()`."""
+def check_real_model(folder: Path, num_rows: int, max_tokens: int) -> tuple[Engine, int]:
+    """Compare rows that move out and come back with `generate()`; count those that part from it at a near tie."""
     prompts = beyond_the_window(folder, num_rows)
     references = generate_references(folder, prompts, [max_tokens] * num_rows)
     config = EngineConfig(
@@ -391,12 +395,14 @@ def check_real_model(folder: Path, num_rows: int, max_tokens: int) -> Engine:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     rows = [Prompt(row, prompt, params) for row, prompt in enumerate(prompts)]
     outputs = sorted(engine.generate(rows), key=lambda output: output.request_id)
-    assert count_near_ties(references, [output.token_ids for output in outputs]) == 0
-    return engine
+    assert len({tuple(reference.token_ids) for reference in references}) == num_rows
+    return engine, count_near_ties(references, [output.token_ids for output in outputs])
 
 
 @pytest.mark.real_model
 def test_gemma_3_beyond_its_window(gemma3: Path) -> None:
-    stats = check_real_model(gemma3, num_rows=3, max_tokens=12).stats
-    assert stats.output_tokens == 36
-    assert stats.offloads == stats.restores > 0
+    engine, num_near_ties = check_real_model(gemma3, num_rows=20, max_tokens=32)
+    assert num_near_ties <= 1
+    assert engine.stats.output_tokens == 20 * 32
+    assert engine.stats.offloads == engine.stats.restores > 0
+    assert engine.plan.layer_windows.count(512) == 15
