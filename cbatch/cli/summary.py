@@ -31,7 +31,9 @@ def show_summary(summary: JobSummary, *, quiet: bool) -> None:
     if summary.status != "interrupted" and summary.exit_code:
         hint = "--retry-errors runs them again, --error-tolerance lets a share of rows fail"
         first = f"; the first: {summary.first_error}" if summary.first_error else ""
-        say(f"{summary.rows_error} of {_count(summary.rows, 'row')} failed{first} ({hint})")
+        file = summary.report.get("errors_file")
+        where = f", see {summary.paths.output.with_name(file)}" if file else ""
+        say(f"{summary.rows_error} of {_count(summary.rows, 'row')} failed{where}{first} ({hint})")
 
 
 def _count(number: int, noun: str) -> str:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.engine.stats import EngineStats
+from cbatch.errors import UsageError
 from cbatch.jobs import report as reporting
 from cbatch.jobs.assemble import Layout, Tick, assemble, columns_digest, content_digest
 from cbatch.jobs.checkpoint import CLOCK
 from cbatch.jobs.journal import Journal
+from cbatch.jobs.paths import errors_path
 from cbatch.jobs.rowindex import RowIndex
 from cbatch.jobs.setup import JobSetup
 from cbatch.jobs.shards import Part, mark_success
@@ -48,7 +50,7 @@ def finish(
     tick: Tick,
 ) -> tuple[bool, dict[str, Any]]:
     """Put output and report together unless they are there already. Returns whether there was anything to do, and the
-    report. Raises OutputError, and what `tick` raises.
+    report. Raises OutputError, UsageError for a finished output that is not as it was left, and what `tick` raises.
     """
     job, paths = setup.job, setup.paths
     digest = content_digest(layout, index, rows_digest)
@@ -66,14 +68,32 @@ def finish(
             "content": digest,
         }
         column = None if layout.openai else layout.names["row"]
-        earlier = _report(setup, totals, session, part) | {"row_column": column, "hashes": hashes}
+        failures = errors_path(paths.output).name if layout.openai and totals.rows_error else None
+        earlier = _report(setup, totals, session, part) | {
+            "row_column": column,
+            "hashes": hashes,
+            "errors_file": failures,
+            "output_bytes": paths.output.stat().st_size,
+        }
         reporting.write_report(paths.report, earlier)
-    elif part is not None and earlier.get("shard") != part.as_dict():  # other shards have other rows now
-        earlier["shard"] = part.as_dict()
-        reporting.write_report(paths.report, earlier)
+    else:
+        _check_untouched(paths.output, earlier)
+        if part is not None and earlier.get("shard") != part.as_dict():  # other shards have other rows now
+            earlier["shard"] = part.as_dict()
+            reporting.write_report(paths.report, earlier)
     if part is not None:
         mark_success(Path(setup.job.output), part.shard.count)
     return is_new, earlier
+
+
+def _check_untouched(output: Path, report: dict[str, Any]) -> None:
+    """Refuse to call an output finished that was cut, or edited; what was edited is not overwritten unasked either."""
+    num_bytes, expected = output.stat().st_size, report.get("output_bytes")
+    if expected is not None and num_bytes != expected:
+        raise UsageError(
+            f"{output} is not as this job left it: {num_bytes} bytes instead of {expected}",
+            hint="move it away and run the same command again, which puts it together from the journal",
+        )
 
 
 def _report(setup: JobSetup, totals: Totals, session: SessionFigures, part: Part | None) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class JobPaths:
         for path in (*beside, *map(temporary_path, (self.output, self.report))):
             check_free(path)
         for name in inputs:
-            for path in (self.output, *beside):
+            for path in (self.output, errors_path(self.output), *beside):
                 if _same_file(name, path):
                     raise UsageError(f"the input {name} would be overwritten by this job", hint="name another output")
 

@@ -159,6 +159,17 @@ def test_many_requests_with_one_prefix_compute_it_once(loaded: LoadedModel) -> N
     )  # the header, each last prompt token, each first completion token
 
 
+@pytest.mark.parametrize("max_batch_tokens", [1, 2, 3])
+@pytest.mark.parametrize("max_requests", [1, 2])
+def test_steps_of_a_token_or_two_give_the_tokens_of_large_ones(
+    loaded: LoadedModel, max_batch_tokens: int, max_requests: int
+) -> None:
+    prompts = [Prompt(i, make_tokens(5 + 4 * i, seed=i), greedy(6)) for i in range(3)]
+    expected = [output.token_ids for output in run(make_engine(loaded), *prompts)]
+    limits = {"max_batch_tokens": max_batch_tokens, "max_requests_per_batch": min(max_requests, max_batch_tokens)}
+    assert [output.token_ids for output in run(make_engine(loaded, page_size=4, **limits), *prompts)] == expected
+
+
 def test_memory_that_no_token_was_written_to_is_never_read(loaded: LoadedModel) -> None:
     prompts = [Prompt(i, make_tokens(30 + 7 * i, seed=i), greedy(12)) for i in range(5)]
     expected = [output.token_ids for output in run(make_engine(loaded), *prompts)]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cbatch.cli.summary import show_summary
 from cbatch.config import SamplingParams
 from cbatch.engine.request import Prompt
 from cbatch.engine.samples import sample_seed
@@ -234,6 +235,26 @@ def test_bad_requests_go_to_the_error_file_and_cost_no_other(bench: Bench) -> No
         assert row["response"] is None
         assert set(row["error"]) == {"code", "message"}
     assert bench.report()["errors"]["invalid_request"] >= 6
+    assert bench.report()["errors_file"] == "out.jsonl.errors.jsonl"
+    with pytest.raises(UsageError, match="would be overwritten"):
+        bench.run(inputs=(str(bench.path / "out.jsonl.errors.jsonl"),))
+
+
+def test_where_the_failed_requests_are_is_said(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.write([chat("a"), chat("b", n=0)])
+    show_summary(bench.run(), quiet=True)
+    assert f"1 of 2 rows failed, see {bench.path / 'out.jsonl.errors.jsonl'}; the first: " in capsys.readouterr().err
+    bench.write([chat("a")])
+    show_summary(bench.run(), quiet=True)
+    assert bench.report()["errors_file"] is None
+
+
+def test_answers_come_under_the_ids_that_the_requests_have_now(bench: Bench) -> None:
+    bench.write([chat("a"), chat("b")])
+    bench.run()
+    bench.write([chat("c"), chat("a")])
+    assert bench.run().rows_replayed == 2
+    assert [row["custom_id"] for row in bench.rows()] == ["c", "a"]
 
 
 def test_an_error_file_of_an_earlier_run_does_not_stay(bench: Bench) -> None:

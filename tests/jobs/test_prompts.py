@@ -107,6 +107,20 @@ def test_what_cannot_be_a_prompt_is_an_error_naming_the_field(columns: dict[str,
     assert says in error.message
 
 
+@pytest.mark.parametrize("row", [{"prompt": " "}, {"messages": [{"role": "user", "content": ""}]}])
+def test_a_prompt_without_a_token_is_an_error(row: dict[str, Any]) -> None:
+    """As a tokenizer without BOS can make of one; with it, the BOS is a start."""
+
+    class Stripping(StubTokenizer):
+        def encode(self, text: str) -> list[int]:
+            return super().encode(text.removeprefix("user:").removesuffix("assistant: ").strip())[1:]
+
+    with pytest.raises(RowError, match="the prompt has no tokens") as caught:
+        encode(row, tokenizer=Stripping())
+    assert caught.value.code == "empty_prompt"
+    assert encode(row)[0] == BOS
+
+
 def test_a_missing_named_column_lists_what_there_is() -> None:
     assert "no column 'question' (columns: a, b)" in refused({"a": 1, "b": 2}, "question").message
     assert refused({"question": None}, "question").code == "empty_prompt"

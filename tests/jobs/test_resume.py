@@ -242,6 +242,24 @@ def test_an_output_of_unknown_origin_is_not_overwritten(bench: Bench) -> None:
     assert len(bench.rows()) == 3
 
 
+@pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
+@pytest.mark.parametrize("content", [b"", b"PAR1 and more", b"a note\n"])
+def test_a_finished_output_that_was_cut_or_edited_is_not_called_finished(
+    bench: Bench, output: str, content: bytes
+) -> None:
+    bench.output = bench.path / output
+    bench.write(prompts(3))
+    bench.run()
+    rows = bench.rows()
+    bench.output.write_bytes(content)
+    with pytest.raises(UsageError, match=rf"is not as this job left it: {len(content)} bytes.*move it away"):
+        bench.run()
+    assert bench.output.read_bytes() == content
+    bench.output.unlink()
+    assert (bench.run().status, bench.num_prompts_run) == ("done", 3)
+    assert bench.rows() == rows
+
+
 def test_the_checkpoint_directory_holds_the_journal(bench: Bench) -> None:
     bench.write(prompts(50))
     folder = bench.path / "scratch"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cbatch.jobs.merge import merge_parts
@@ -132,6 +134,41 @@ def test_the_first_signal_drains_and_exits_75(bench: Bench, number: int) -> None
     assert re.search(rf"{signal.Signals(number).name}: finishing [1-8] running rows", errors)
     assert "run the same command again to resume" in errors
     assert_resumes(bench, at_least=22)
+
+
+def test_a_stopped_process_that_is_continued_to_be_ended_drains_as_well(bench: Bench) -> None:
+    """As Slurm does with a suspended job that it cancels."""
+    bench.write([row | {"max_tokens": 3 + row["id"] % 5} for row in prompts(2000)])
+    process = Process(bench, environment={"STUB_STEP_S": "0.01"})
+    process.wait_for(lambda: process.journalled() > 8)
+    for number in (signal.SIGSTOP, signal.SIGCONT, signal.SIGTERM):
+        process.send(number)
+    code, errors = process.end()
+    assert code == RESUMABLE
+    assert "SIGTERM: finishing" in errors
+    assert_resumes(bench, at_least=9)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root, and unshare")
+def test_the_first_process_of_a_container_hears_signals(bench: Bench) -> None:
+    """For process 1 the kernel drops every signal that has no handler."""
+    bench.write([row | {"max_tokens": 3 + row["id"] % 5} for row in prompts(2000)])
+    command = ["unshare", "--fork", "--pid", "--mount-proc", "--kill-child", *Process.arguments(bench)]
+    environment = os.environ | {"STUB_STEP_S": "0.01"}
+    outer = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    journal = bench.path / "out.jsonl.journal.jsonl"
+    deadline = time.monotonic() + ENDS_S
+    while not journal.exists() or journal.read_bytes().count(b'"result"') < 9:
+        if outer.poll() is not None and "unshare" in (errors := outer.communicate()[1]):
+            pytest.skip(errors)
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (inner,) = psutil.Process(outer.pid).children()
+    inner.send_signal(signal.SIGTERM)
+    _, errors = outer.communicate(timeout=ENDS_S)
+    assert outer.returncode == RESUMABLE
+    assert "SIGTERM: finishing" in errors
+    assert_resumes(bench, at_least=9)
 
 
 def test_rows_that_do_not_finish_within_the_grace_are_left_for_the_next_run(bench: Bench) -> None:
