@@ -20,7 +20,7 @@ from cbatch.io.jsonform import load
 from cbatch.io.sinks import check_output
 from cbatch.jobs.lock import JobLock
 from cbatch.jobs.merged_report import merge_reports
-from cbatch.jobs.paths import JobPaths, errors_path, report_path
+from cbatch.jobs.paths import errors_path, lock_path, report_path
 from cbatch.jobs.report import read_report, write_report
 from cbatch.jobs.shards import PARTS_SUFFIX, find_problem, mark_success, part_path, parts_folder
 from cbatch.jobs.stop import Interrupted, Stop, handling_signals
@@ -55,7 +55,7 @@ def merge_parts(output: str, *, force_unlock: bool = False) -> MergeSummary:
     try:
         with (
             handling_signals(stop, grace_s=0.0, exit_code=INTERRUPTED_EXIT_CODE),
-            JobLock(JobPaths.of(str(path)).lock, force=force_unlock),
+            JobLock(lock_path(path), force=force_unlock),
         ):
             check_output(str(path))
             problem = find_problem(path, count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ class JobPaths:
     output: Path
     report: Path
     journal: Path
-    lock: Path
+    locks: tuple[Path, ...]  # one beside the output, and one beside a journal that lies elsewhere
     trace: Path
 
     @classmethod
@@ -26,11 +27,12 @@ class JobPaths:
         """Name the files after the output, the journal in `checkpoint_dir` where one is given."""
         path = Path(output)
         folder = Path(checkpoint_dir) if checkpoint_dir is not None else path.parent
+        is_elsewhere = os.path.realpath(folder) != os.path.realpath(path.parent)
         return cls(
             output=path,
             report=report_path(path),
             journal=folder / f"{path.name}.journal.jsonl",
-            lock=path.with_name(f"{path.name}.lock"),
+            locks=(lock_path(path), *([lock_path(folder / path.name)] if is_elsewhere else [])),
             trace=trace_path(path),
         )
 
@@ -40,13 +42,18 @@ class JobPaths:
         check_folder(self.journal.parent, "the checkpoint directory")
         if self.journal.parent != self.output.parent:
             check_writable(self.journal)
-        beside = (self.report, self.journal, self.lock, self.trace)
+        beside = (self.report, self.journal, *self.locks, self.trace)
         for path in (*beside, *map(temporary_path, (self.output, self.report))):
             check_free(path)
         for name in inputs:
             for path in (self.output, errors_path(self.output), *beside):
                 if _same_file(name, path):
                     raise UsageError(f"the input {name} would be overwritten by this job", hint="name another output")
+
+
+def lock_path(output: Path) -> Path:
+    """Return where the lock of an output is."""
+    return output.with_name(f"{output.name}.lock")
 
 
 def report_path(output: Path) -> Path:

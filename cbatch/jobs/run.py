@@ -124,9 +124,10 @@ class _JobRun:
         self._resources = ExitStack()
 
     def __enter__(self) -> _JobRun:
-        lock = JobLock(self._setup.paths.lock, force=self._job.force_unlock, lost=self._stop_because_lock_lost)
+        force, lost = self._job.force_unlock, self._stop_because_lock_lost
         with self._resources:
-            self._lock = self._resources.enter_context(lock)
+            locks = [JobLock(path, force=force, lost=lost) for path in self._setup.paths.locks]
+            self._locks = [self._resources.enter_context(lock) for lock in locks]
             self._resources.callback(self._progress.close)
             self._resources.enter_context(saying_warnings(self._progress.say))
             self._checkpoint: Checkpoint = open_checkpoint(self._setup, self._progress.say)
@@ -158,7 +159,7 @@ class _JobRun:
             return self._finish(reader, surveyed, openai=opened.openai)
         except Interrupted as interrupted:
             self._writer.close()
-            self._lock.check()
+            self._check_locks()
             return self._interrupted(str(interrupted))
         finally:
             self._writer.close()
@@ -264,7 +265,7 @@ class _JobRun:
     def _finish(self, reader: JobReader, surveyed: Survey | None, *, openai: bool) -> JobSummary:
         """Put the output and its report together."""
         check_errors(self._writer, self._job.max_errors)
-        self._lock.check()
+        self._check_locks()
         ledger = self._checkpoint.ledger
         if 0 < ledger.num_replayed < len(ledger):
             unused = len(ledger) - ledger.num_replayed
@@ -343,6 +344,10 @@ class _JobRun:
             report,
             reason,
         )
+
+    def _check_locks(self) -> None:
+        for lock in self._locks:
+            lock.check()
 
     def _stop_because_lock_lost(self) -> None:
         self._stop.reason = "another run, which took the lock"

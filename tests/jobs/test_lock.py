@@ -63,6 +63,24 @@ def test_two_processes_on_one_output(tmp_path: Path) -> None:
     assert [row["id"] for row in bench.rows()] == list(range(600))
 
 
+def test_two_outputs_of_one_name_do_not_write_one_journal_at_once(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.write(prompts(2000))
+    for name in ("a", "b", "kept"):
+        (tmp_path / name).mkdir()
+    options = {"checkpoint_dir": str(tmp_path / "kept"), "environment": {"STUB_STEP_S": "0.01"}}
+    first = Process(bench, output=str(tmp_path / "a" / "out.jsonl"), **options)
+    first.wait_for_line("loaded")
+    with pytest.raises(UsageError, match=rf"another run holds .*kept.*process {first.process.pid} on"):
+        bench.run(output=str(tmp_path / "b" / "out.jsonl"), checkpoint_dir=str(tmp_path / "kept"))
+    first.send(signal.SIGTERM)
+    assert first.end()[0] == 75
+    summary = bench.run(output=str(tmp_path / "b" / "out.jsonl"), checkpoint_dir=str(tmp_path / "kept"))
+    assert (summary.status, summary.rows) == ("done", 2000)
+    assert summary.rows_replayed > 0
+    assert sorted(path.name for path in tmp_path.rglob("*.lock")) == []
+
+
 def test_a_killed_holder_leaves_a_lock_that_is_free(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.write(prompts(600))

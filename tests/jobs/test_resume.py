@@ -270,6 +270,14 @@ def test_the_checkpoint_directory_holds_the_journal(bench: Bench) -> None:
     assert not (bench.path / "out.jsonl.journal.jsonl").exists()
 
 
+@pytest.mark.parametrize("spelled", ["{}", "{}/.", "{}/scratch/.."])
+def test_the_outputs_own_folder_may_be_the_checkpoint_directory(bench: Bench, spelled: str) -> None:
+    (bench.path / "scratch").mkdir()
+    bench.write(prompts(3))
+    assert bench.run(checkpoint_dir=spelled.format(bench.path)).status == "done"
+    assert bench.run().status == "unchanged"
+
+
 def test_a_torn_journal_costs_the_torn_row_only(bench: Bench) -> None:
     bench.write([{"prompt": f"p{n} é\u2028漢"} for n in range(20)])
     bench.run()
