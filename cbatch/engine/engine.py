@@ -117,9 +117,9 @@ class Engine:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
+            beside = f" and {plan.cpu_offload_space:g} GiB beside it" if plan.cpu_offload_space else ""
             raise DoesNotFitError(
-                f"the memory for {plan.num_blocks} blocks of KV cache, and {plan.cpu_offload_space:g} GiB to move them "
-                "to, is not to be had",
+                f"the memory for a KV cache of {plan.num_blocks} blocks{beside} is not to be had",
                 hint="lower num_blocks, max_memory_percent or cpu_offload_space",
             ) from error
         return cls(config, plan, loaded, cache, runner, mode)

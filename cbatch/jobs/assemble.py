@@ -67,6 +67,7 @@ def content_digest(layout: Layout, index: RowIndex, rows_digest: str) -> str:
 
 def assemble(journal: Journal, index: RowIndex, layout: Layout, totals: Totals, tick: Tick) -> None:
     """Write the output and let it appear, complete; every entry is added to `totals`. Raises OutputError."""
+    totals.columns_not_found = set(layout.keep_columns or ())
     assert all(ABSENT not in block for block in index.blocks()), "a row has no entry"
     if layout.openai:
         _assemble_responses(journal, index, layout, totals, tick)

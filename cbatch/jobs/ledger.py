@@ -59,6 +59,7 @@ class Ledger:
         self._seen = PartitionedTable(None)
         self._repeats = PartitionedTable("I")
         self.num_replayed = 0  # finished rows that the input asked for
+        self.num_again = 0  # and those of them that are run again all the same
 
     def __len__(self) -> int:
         """Count the rows that the journal held, each once."""
@@ -104,6 +105,7 @@ class Ledger:
         offset, num_attempts = entry & _OFFSET_MASK, entry >> _OFFSET_BITS & _ATTEMPT_MASK
         moved = not self._has_source(offset, source)
         if entry & _RETRY or (moved and entry & _FAILED):
+            self.num_again += 1
             return Claim(key, None, num_attempts)
         self.num_replayed += 1
         return Claim(key, offset, num_attempts, ok=not entry & _FAILED, moved=moved)

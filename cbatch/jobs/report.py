@@ -44,6 +44,7 @@ def row_figures(totals: Totals) -> dict[str, Any]:
         "rows_truncated": totals.rows_truncated,
         "truncated_tokens": totals.truncated_tokens,
         "rows_nulled": totals.rows_nulled,
+        "columns_not_found": sorted(totals.columns_not_found),
         "generate_s": generate_s,
         "output_tokens_per_s": _per_second(totals.output_tokens, generate_s),
         "goodput_tokens_per_s": _per_second(totals.good_tokens, generate_s) if asked else None,

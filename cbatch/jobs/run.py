@@ -267,9 +267,10 @@ class _JobRun:
         check_errors(self._writer, self._job.max_errors)
         self._check_locks()
         ledger = self._checkpoint.ledger
-        if 0 < ledger.num_replayed < len(ledger):
-            unused = len(ledger) - ledger.num_replayed
-            self._progress.say(f"{unused} rows in {self._setup.paths.journal} are of another input or other settings")
+        num_unused = len(ledger) - ledger.num_replayed - ledger.num_again
+        if ledger.num_replayed and num_unused:
+            journal = self._setup.paths.journal
+            self._progress.say(f"{num_unused} finished rows in {journal} are not of this input with these settings")
         schema = self._setup.source.schema
         layout = Layout(
             self._setup.paths.output,
@@ -294,11 +295,18 @@ class _JobRun:
             self._part,
             self._stop.check,
         )
-        if is_new and (num_nulled := report["rows_nulled"]):
-            self._progress.say(f"{num_nulled} rows hold numbers that JSON lacks (NaN, infinities): null in the output")
+        if is_new:
+            self._say_what_is_odd(report)
         tally = self._writer.tally
         failed = tally.num_errors > self._job.error_tolerance * tally.num_rows
         return self._summary("done" if is_new else "unchanged", EXIT_FAILED if failed else EXIT_OK, report)
+
+    def _say_what_is_odd(self, report: dict[str, Any]) -> None:
+        """Say what of the input is not in the output as it was, or as was meant."""
+        if num_nulled := report["rows_nulled"]:
+            self._progress.say(f"{num_nulled} rows hold numbers that JSON lacks (NaN, infinities): null in the output")
+        for name in report["columns_not_found"]:
+            self._progress.say(f"no row has the column {name} of --keep-columns")
 
     def _words_asked(self, by_rows: Collection[str]) -> frozenset[str]:
         """Which optional columns the output has: the same in every shard, and whatever rows were finished before."""

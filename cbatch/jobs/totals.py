@@ -53,6 +53,7 @@ class Totals:
     rows_truncated: int = 0
     truncated_tokens: int = 0
     rows_nulled: int = 0  # with null in the place of numbers of the input that JSON lacks
+    columns_not_found: set[str] = field(default_factory=set)  # that no row has; filled with those looked for
     generate_s: dict[int, float] = field(default_factory=dict)  # by session: until its last row here
     output_tokens_of: Counter[int] = field(default_factory=Counter)  # by session
     _latencies: dict[str, array[float]] = field(init=False)  # room for every row at once: growing would copy
@@ -73,6 +74,7 @@ class Totals:
     def add(self, entry: Entry) -> None:
         """Count one row of the output."""
         head, result = entry.head, entry.result
+        self.columns_not_found -= entry.columns.keys()
         error = result.get("error")
         if error is None:
             self.rows_ok += 1

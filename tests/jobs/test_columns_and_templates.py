@@ -96,6 +96,17 @@ def test_a_system_prompt_goes_first_once() -> None:
         renderer.render({"prompt_token_ids": [5]})
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_column_to_keep_that_no_row_has_is_said(
+    bench: Bench, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.output = bench.path / f"out{suffix}"
+    bench.write([{"prompt": "a"}, {"prompt": "b", "late": 1}])
+    summary = bench.run(keep_columns=("late", "lable"), quiet=False)
+    assert summary.report["columns_not_found"] == ["lable"]
+    assert "cbatch: no row has the column lable of --keep-columns\n" in capsys.readouterr().err
+
+
 def test_only_the_columns_to_keep_come_out(bench: Bench) -> None:
     bench.write([{"id": 1, "prompt": "a", "completion": "theirs", "junk": [1]}])
     bench.run(keep_columns=("id",))

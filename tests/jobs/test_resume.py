@@ -182,6 +182,17 @@ def test_failed_rows_stay_failed_until_they_are_retried(bench: Bench) -> None:
     assert [row["row"] for row in bench.rows()] == [0, 1, 2, 3]
 
 
+def test_rows_of_the_journal_that_are_not_asked_for_are_counted(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.write(["broken", {"prompt": "never fits"}, *prompts(4)])
+    bench.run()
+    bench.run(retry_errors=True, quiet=False)
+    assert "are not of this input" not in capsys.readouterr().err, "they are, and were run again"
+    bench.run(limit=3, quiet=False)
+    assert "3 finished rows in " in capsys.readouterr().err
+
+
 def test_a_retry_that_works_takes_the_place_of_the_failure(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.write([{"prompt": "never fits now"}, *prompts(3)])
     assert bench.run().exit_code == 1
