@@ -49,7 +49,7 @@ class DeviceDefaults:
     max_batch_tokens: int
     max_requests_per_batch: int
     max_memory_percent: float
-    max_tokens_with_drafts: int  # a step of so many tokens takes little longer than one of a single token
+    max_tokens_with_drafts: int  # up to so many query tokens a step with drafts pays off
 
 
 CPU_DEFAULTS = DeviceDefaults(
@@ -164,7 +164,7 @@ def plan_engine(
         allow_block_sharing=sharing,
         cpu_offload_space=offload,
         num_host_pages=host_pages,
-        speculation=_plan_speculation(config, decided, defaults, batch),
+        speculation=_plan_speculation(config, decided, defaults, by_device, batch),
         deterministic=deterministic,
         attention=attention.name,
         reasons=decided.reasons,
@@ -301,12 +301,14 @@ def _plan_num_blocks(
     )
 
 
-def _plan_speculation(config: EngineConfig, decided: _Decisions, defaults: DeviceDefaults, batch: _Batch) -> int:
+def _plan_speculation(
+    config: EngineConfig, decided: _Decisions, defaults: DeviceDefaults, by_device: str, batch: _Batch
+) -> int:
     """Choose up to how many tokens a step is filled with drafts."""
     if config.speculation is not None:
         decided.note("speculation", "given: drafts fill every step" if config.speculation else "given")
         return batch.max_batch_tokens if config.speculation else 0
-    decided.note("speculation", "drafts fill small steps up to so many tokens, which take little longer than one")
+    decided.note("speculation", f"drafts fill small steps up to so many tokens: {by_device}")
     return min(defaults.max_tokens_with_drafts, batch.max_batch_tokens)
 
 
