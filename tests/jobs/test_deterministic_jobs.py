@@ -6,7 +6,7 @@ Compared are texts, token ids and log-probabilities, which differ in their last 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 from cbatch.config import EngineConfig, JobConfig
 from cbatch.engine.engine import Engine
 from cbatch.engine.request import Prompt, RequestOutput
+from cbatch.engine.speculation import PromptLookup
 from cbatch.errors import EngineError, UsageError
 from cbatch.jobs.merge import merge_parts
 from cbatch.jobs.run import JobSummary, run_job
@@ -154,6 +155,22 @@ def test_preemption(bench: RealBench, expected: dict[int, dict[str, Any]], setti
     bench.run(**TIGHT, **settings)
     report = bench.report()
     assert report["offloads" if settings else "soft_resets"] > 0
+    assert bench.results() == expected
+
+
+def test_speculation(bench: RealBench, expected: dict[int, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [result["completion_token_ids"] for result in expected.values()]
+
+    def propose(_: PromptLookup, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
+        """What some row says behind the same two tokens, which is right now and then."""
+        said = (text[i : i + most] for text in texts for i in range(2, len(text)) if text[i - 2 : i] == token_ids[-2:])
+        return tuple(next(said, (7,)))
+
+    monkeypatch.setattr(PromptLookup, "propose", propose)
+    bench.run(speculation=True)
+    report = bench.report()
+    assert report["settings"]["speculation"]["value"] == report["settings"]["max_batch_tokens"]["value"]
+    assert report["drafted_tokens"] > report["accepted_tokens"] > 100
     assert bench.results() == expected
 
 

@@ -214,7 +214,7 @@ def test_the_report_has_its_keys_and_its_percentiles_are_the_columns(bench: Benc
     report, rows = bench.report(), [row for row in bench.rows() if row["error"] is None]
     keys = """rows rows_ok rows_error load_s generate_s wall_s prompt_tokens cached_tokens computed_tokens
         recomputed_tokens output_tokens output_tokens_per_s goodput_tokens_per_s latency steps preemptions offloads
-        soft_resets kv_waste_fraction peak_rss_bytes settings versions seeds hashes"""
+        soft_resets drafted_tokens accepted_tokens kv_waste_fraction peak_rss_bytes settings versions seeds hashes"""
     assert set(keys.split()) <= set(report)
     assert report["load_s"] == 0.25
     assert report["settings"]["max_requests_per_batch"] == {"value": 8, "reason": "stub"}
