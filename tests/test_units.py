@@ -1,10 +1,12 @@
-"""How bytes are spelled."""
+"""How bytes and durations are spelled."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from cbatch.units import GIB, KIB, MIB, TIB, format_bytes
+from cbatch.units import GIB, KIB, MIB, TIB, format_bytes, format_duration, parse_duration
 
 
 @pytest.mark.parametrize(
@@ -24,4 +26,18 @@ def test_three_digits_and_the_largest_unit_below(num_bytes: float, text: str) ->
 
 
 def test_units_grow_by_1024() -> None:
-    assert [KIB, MIB, GIB, TIB] == [1024**power for power in (1, 2, 3, 4)]
+    assert [1024**power for power in (1, 2, 3, 4)] == [KIB, MIB, GIB, TIB]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("10m", 600), ("1h", 3600), ("1h30m", 5400), (" 2m5s ", 125), ("1h1m1s", 3661)]
+)
+def test_durations_are_read_and_spelled_alike(text: str, seconds: int) -> None:
+    assert parse_duration(text) == seconds
+    assert parse_duration(format_duration(seconds)) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "10", "0s", "soon", "10 m", "-5m", "1.5h", "5m1h", "1d", "10M"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        parse_duration(text)

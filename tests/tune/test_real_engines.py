@@ -86,6 +86,7 @@ def test_limits_hold_in_trials_and_warm_up_and_one_cache_is_there_at_a_time(
 ) -> None:
     """Three requests where memory is for two (NVIDIA/TensorRT-LLM#4986)."""
     sources: list[Watched] = []
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:6]))
 
     def load(config: EngineConfig) -> Watched:
         sources.append(Watched(config))
@@ -94,7 +95,7 @@ def test_limits_hold_in_trials_and_warm_up_and_one_cache_is_there_at_a_time(
     engine = EngineConfig(model=str(model), max_requests_per_batch=3, num_blocks=9, page_size=8, dtype="float32")
     job = JobConfig(inputs=(str(rows),), output="")
     summary = run_tune(
-        job, engine, TuneConfig(output=str(tmp_path / "tuned.toml"), trials=3), {}, load=load, quiet=True
+        job, engine, TuneConfig(output=str(tmp_path / "tuned.toml"), trials=2), {}, load=load, quiet=True
     )
     assert summary.findings is not None
     assert all(trial.outcome.ok for trial in summary.findings.book.trials)
