@@ -111,7 +111,9 @@ def test_the_walk_sees_an_import_inside_a_function() -> None:
     assert "cbatch.jobs.run" not in imports("cbatch.cli.run", inside_functions=False)
 
 
-@pytest.mark.parametrize("argument", ["--help", "run --help", "tune --help", "--version"])
+@pytest.mark.parametrize(
+    "argument", ["--help", "run --help", "tune --help", "bench --help", "plan --help", "--version"]
+)
 def test_help_loads_nothing_heavy(argument: str) -> None:
     code = (
         f"import sys; sys.argv = ['cbatch', *{argument.split()!r}]\n"

@@ -150,7 +150,7 @@ def _print_lengths(console: Console, tokens: Mapping[str, Any]) -> None:
     if tokens["prompt"] is None:
         return
     table = Table(box=SIMPLE)
-    table.add_column("Tokens")
+    table.add_column("Tokens", no_wrap=True)
     for name in LENGTH_COLUMNS:
         table.add_column(name, justify="right")
     for name, values in tokens.items():
