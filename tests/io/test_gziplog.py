@@ -59,7 +59,9 @@ def test_what_a_power_cut_left_behind_is_cut_off(tmp_path: Path, tail: bytes) ->
     assert numbers(path) == [1, 2]
 
 
-@pytest.mark.parametrize("content", [b"plain text\n", gzip.compress(b"no json\n", mtime=0), gzip.compress(b"[1]\n", mtime=0)])
+@pytest.mark.parametrize(
+    "content", [b"plain text\n", gzip.compress(b"no json\n", mtime=0), gzip.compress(b"[1]\n", mtime=0)]
+)
 def test_what_is_no_log_is_said_in_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "log.gz"
     path.write_bytes(content)
