@@ -18,6 +18,7 @@ Results = list[int | RowError]  # tokens of one request, one after another; a fa
 LEAST_MATCH = 2  # tokens that must have come before as they come now
 MAX_DRAFTS = 8
 MAX_CANDIDATES = 8  # earlier places that are compared
+MAX_READ = 512  # tokens that one look-up takes in: a long prompt is taken in over several steps, and holds none up
 _TOKEN_BITS = 32
 
 
@@ -32,13 +33,16 @@ class PromptLookup:
         """Guess up to `most` tokens behind `token_ids`, of which there is one at least and which only ever grow.
 
         The guess follows the longest match, and is no longer than that: a text that begins to repeat itself is trusted
-        as far as it has.
+        as far as it has. There is none until the whole text was taken in.
         """
         end = len(token_ids)
-        for place in range(len(self._before), end - 1):
+        num_read = len(self._before)
+        for place in range(num_read, min(end - 1, num_read + MAX_READ)):
             pair = _pair(token_ids, place)
             self._before.append(self._last.get(pair, -1))
             self._last[pair] = place
+        if len(self._before) < end - 1:
+            return ()
         place, length = self._longest_match(token_ids)
         drafts: list[int] = []
         for source in range(place + 1, place + 1 + min(length, most)):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from cbatch.engine.cache.build import group_layers
-from cbatch.engine.speculation import LEAST_MATCH, MAX_CANDIDATES, MAX_DRAFTS, PromptLookup, accept
+from cbatch.engine.speculation import LEAST_MATCH, MAX_CANDIDATES, MAX_DRAFTS, MAX_READ, PromptLookup, accept
 from cbatch.engine.step import StepLimits, StepPlan
 from cbatch.errors import RowError
 from tests.engine.fakes import VOCAB_SIZE, Harness, completion, make_cache, make_request
@@ -70,8 +70,12 @@ def test_a_look_up_costs_the_same_however_long_the_text() -> None:
             self.num_reads += 1
             return super().__getitem__(place)
 
-    tokens = Counting([1, 2, 3] * 10_000)
+    tokens = Counting([1, 2, 3] * 5_000)
     lookup = PromptLookup()
+    for _ in range(len(tokens) // MAX_READ):
+        tokens.num_reads = 0
+        assert lookup.propose(tokens, 8) == ()
+        assert tokens.num_reads <= 2 * MAX_READ
     lookup.propose(tokens, 8)
     for i in range(100):
         tokens.append(1 + i % 3)
