@@ -34,6 +34,9 @@ class Plan(Protocol):
     def max_requests_per_batch(self) -> int: ...
 
     @property
+    def num_host_pages(self) -> int: ...
+
+    @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The attention window of every layer in tokens; None for the whole context."""
 

@@ -47,6 +47,7 @@ def describe_session(engine: BatchEngine) -> dict[str, Any]:
     return {
         "started_at": jsonform.format_utc(time.time()),
         "settings": {name: setting["value"] for name, setting in engine.plan.settings().items()},
+        "num_host_pages": engine.plan.num_host_pages,
         "layers": [[window, len(list(layers))] for window, layers in groupby(windows)],  # None: the whole context
     }
 

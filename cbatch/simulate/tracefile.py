@@ -71,6 +71,7 @@ class TracedSession:
     number: int
     settings: dict[str, Any]
     layers: list[tuple[int | None, int]]
+    num_host_pages: int = 0
     finished: list[FinishedLengths] = field(default_factory=list)
     _columns: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in COLUMNS})
 
@@ -110,7 +111,7 @@ class TracedSession:
         try:
             return SimulatedEngine(
                 **{name: self.settings[name] for name in ENGINE_SETTINGS},
-                num_host_pages=self.settings.get("num_host_pages", 0),
+                num_host_pages=self.num_host_pages,
                 layer_windows=tuple(window for window, count in self.layers for _ in range(count)),
             )
         except KeyError as error:
@@ -154,7 +155,7 @@ def read_trace(path: Path) -> list[TracedSession]:
     for line in read_log(path):
         if "session" in line:
             layers = [(window, count) for window, count in line["layers"]]
-            sessions.append(TracedSession(line["session"], line["settings"], layers))
+            sessions.append(TracedSession(line["session"], line["settings"], layers, line.get("num_host_pages", 0)))
         elif sessions:
             sessions[-1].add(line)
     sessions = [session for session in sessions if session.num_steps]

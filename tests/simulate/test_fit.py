@@ -58,6 +58,7 @@ def test_hidden_tokens_are_found() -> None:
         {},
         {"max_batch_tokens": 256, "max_requests_per_batch": 24},
         {"num_blocks": 60},
+        {"num_blocks": 60, "num_host_pages": 64},
         {"scheduler_type": "prefill_first"},
     ],
 )
