@@ -14,6 +14,7 @@ from cbatch.engine.batch import BatchBuilder, StepInputs
 from cbatch.engine.cache.allocator import CacheAllocator
 from cbatch.engine.cache.pool import CachePool
 from cbatch.engine.determinism import ROWS_PER_THREAD
+from cbatch.engine.huge_pages import advise_huge_pages
 from cbatch.engine.offload import Moves
 from cbatch.engine.sampling import sample
 from cbatch.engine.speculation import Results, accept
@@ -40,6 +41,8 @@ class ModelRunner:
         # Not zeroed: memory that no token was written to is never read into a result, and so never paid for.
         self.key_pages = torch.empty(pages, dtype=loaded.dtype, device=loaded.device)
         self.value_pages = torch.empty_like(self.key_pages)
+        advise_huge_pages(self.key_pages)
+        advise_huge_pages(self.value_pages)
         # Pinned, so that copies need no staging; where the model runs on the CPU an ordinary second buffer.
         on_gpu = loaded.device.type == "cuda"
         self.host_key_pages = torch.empty((num_host_pages, *pages[1:]), dtype=loaded.dtype, pin_memory=on_gpu)

@@ -15,6 +15,7 @@ from cbatch_kernels.elements import ELEMENTS
 from cbatch_kernels.metadata import PagedMetadata
 
 HEAD_MULTIPLE = 8  # as in csrc/attention_tile.h
+_ENTRY_POINTS = {dtype: f"cbatch_paged_attention_{str(dtype).removeprefix('torch.')}" for dtype in ELEMENTS}
 
 
 class _Arguments(ctypes.Structure):  # as in csrc/paged_attention.h; strides count elements
@@ -51,7 +52,7 @@ class _Arguments(ctypes.Structure):  # as in csrc/paged_attention.h; strides cou
 def refuses_compiled_attention(dtype: torch.dtype, head_dim: int) -> str | None:
     """Say why the kernel cannot run a model; None where it can."""
     if dtype not in ELEMENTS:
-        return f"none for {_name(dtype)}"
+        return f"none for {str(dtype).removeprefix('torch.')}"
     if head_dim % HEAD_MULTIPLE:
         return f"none for heads of {head_dim}, which is no multiple of {HEAD_MULTIPLE}"
     return None
@@ -88,38 +89,33 @@ def paged_attention_compiled(
     assert tables.stride(1) == 1
     result = query.new_empty(num_tokens, num_heads, head_dim)
     sinks = None if sinks is None else sinks.detach().float().contiguous()
-    arguments = _Arguments(
-        query=query.data_ptr(),
-        query_token_stride=query.stride(0),
-        query_head_stride=query.stride(1),
-        result=result.data_ptr(),
-        keys=key_pages.data_ptr(),
-        values=value_pages.data_ptr(),
-        key_strides=key_pages.stride()[:3],
-        value_strides=value_pages.stride()[:3],
-        cu_seqlens_q=metadata.cu_seqlens_q.data_ptr(),
-        context_lens=metadata.context_lens.data_ptr(),
-        context_starts=None if starts is None else starts.data_ptr(),
-        block_tables=tables.data_ptr(),
-        table_stride=tables.stride(0),
-        sinks=None if sinks is None else sinks.data_ptr(),
-        num_sequences=len(tables),
-        num_decode_rows=metadata.num_decode_rows,
-        num_query_tokens=metadata.num_query_tokens,
-        num_tokens=num_tokens,
-        num_heads=num_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        window=sliding_window or 0,
-        num_threads=torch.get_num_threads(),
-        scaling=scaling,
-        softcap=softcap or 0.0,
+    arguments = _Arguments(  # in the order of its fields: names would take as long as all the rest
+        query.data_ptr(),
+        query.stride(0),
+        query.stride(1),
+        result.data_ptr(),
+        key_pages.data_ptr(),
+        value_pages.data_ptr(),
+        key_pages.stride()[:3],
+        value_pages.stride()[:3],
+        metadata.cu_seqlens_q.data_ptr(),
+        metadata.context_lens.data_ptr(),
+        None if starts is None else starts.data_ptr(),
+        tables.data_ptr(),
+        tables.stride(0),
+        None if sinks is None else sinks.data_ptr(),
+        len(tables),
+        metadata.num_decode_rows,
+        metadata.num_query_tokens,
+        num_tokens,
+        num_heads,
+        kv_heads,
+        head_dim,
+        page_size,
+        sliding_window or 0,
+        torch.get_num_threads(),
+        scaling,
+        softcap or 0.0,
     )
-    attend = library[f"cbatch_paged_attention_{_name(query.dtype)}"]
-    attend(ctypes.byref(arguments))
+    getattr(library, _ENTRY_POINTS[query.dtype])(ctypes.byref(arguments))
     return result
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
