@@ -22,6 +22,7 @@ LATENCIES = (
     ("itl_mean_s", "mean time between tokens"),
     ("e2e_s", "from handed in to finished"),
 )
+PERCENT = 0.01
 ROW_HEIGHT = 6.0  # of a request in the timeline
 
 Names = Sequence[tuple[str, str]]  # of what is shown, and of its column
@@ -164,6 +165,8 @@ def _charts(history: History) -> list[Chart]:
 
     tokens = [p + d for p, d in zip(values["prefill_tokens"], values["decode_tokens"], strict=True)]
     most_tokens = nice_ceiling(max(tokens))
+    held = [owned + cached for owned, cached in zip(values["owned"], values["cached"], strict=True)]
+    most_held = min(1.0, nice_ceiling(max(*held, *values["kv_waste"])))
     most_requests = nice_ceiling(max(max(values["running"]), 1.0))
     charts = [
         chart(
@@ -187,8 +190,8 @@ def _charts(history: History) -> list[Chart]:
             f"up to {max(values['owned']):.0%} of it owned by requests",
             [("owned", "owned"), ("cached", "cached")],
             [("waste", "kv_waste")],
-            1.0,
-            "100%",
+            most_held,
+            f"{most_held:.3g}" if most_held < PERCENT else f"{most_held:.0%}",
         ),
     ]
     moved = [sum(parts) for parts in zip(*(values[n] for n in ("offloads", "soft_resets") if n in values), strict=True)]

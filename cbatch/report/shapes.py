@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WIDTH, HEIGHT = 1000.0, 200.0
-NICE = (1, 2, 2.5, 5, 10)
+NICE = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Bar:
 
 
 def nice_ceiling(value: float) -> float:
-    """Round up to a number that reads well on an axis: 37 → 50."""
+    """Round up to a number that reads well on an axis: 37 → 40."""
     if value <= 0:
         return 1.0
     scale = 1.0

@@ -179,7 +179,7 @@ def test_shapes_are_where_their_values_are() -> None:
     assert high.path.startswith("M0.0,100.0 500.0,100.0 500.0,100.0 1000.0,100.0 L1000.0,100.0")
     bars = columns([1, 0, 4], ["x", "y", "z"])
     assert [(bar.y, bar.height, bar.text) for bar in bars] == [(150.0, 50.0, "x"), (0.0, 200.0, "z")]
-    assert [nice_ceiling(value) for value in (0, 0.03, 1, 37, 100, 130)] == [1.0, 0.05, 1.0, 50.0, 100.0, 200.0]
+    assert [nice_ceiling(value) for value in (0, 0.03, 1, 37, 100, 130)] == [1.0, 0.03, 1.0, 40.0, 100.0, 150.0]
 
 
 def test_the_command_writes_the_page_beside_the_output(tmp_path: Path) -> None:
