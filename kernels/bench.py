@@ -1,6 +1,8 @@
-"""Times an op against its reference, after its tests: `python kernels/bench.py OP [--dtype ...]`; refuses on red.
+"""Times an op against its floor and its reference, after its tests: `python kernels/bench.py OP [--rows ...]`.
 
-For whoever works on a kernel. Speeds of one machine at one time: compare only what one call prints.
+For whoever works on a kernel; with a red test nothing is timed. The floor is the bytes that have to be moved at the
+bandwidth of this machine, or the multiplications at the rate of a large product in float32, whichever takes longer;
+both are measured in the same call. Speeds of one machine at one time: compare only what one call prints.
 """
 
 from __future__ import annotations
@@ -11,90 +13,120 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 import torch
 from cbatch_kernels import dispatch
 from cbatch_kernels.cache_write import cache_write_ref
+from cbatch_kernels.linear import LinearWeight, linear, linear_ref, pack_linear, refuses_packing
 from cbatch_kernels.metadata import PagedMetadata
 from cbatch_kernels.paged_attention import paged_attention_ref
+from cbatch_kernels.rms_norm import rms_norm_ref
+from cbatch_kernels.rope import rope_ref
 
-TESTS = Path(__file__).resolve().parent.parent / "tests" / "kernels"
+TESTS = Path(__file__).resolve().parent.parent / "tests"
 WARM_UP = 3
 REPEATS = 20
+STREAMED_BYTES = 2**28  # more than any cache holds
+PRODUCT_SIZE = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The batch to time: one layer of `rows` sequences with `query` new tokens each."""
+    """The batch to time: one layer of `rows` sequences with `query` new tokens each; by default SmolLM2-135M's."""
 
-    rows: int
-    query: int
-    context: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-    dtype: torch.dtype
-    device: torch.device
+    rows: int = 32
+    query: int = 1
+    context: int = 256
+    shared: int = 0  # context tokens that all rows begin with
+    heads: int = 9
+    kv_heads: int = 3
+    head_dim: int = 64
+    page_size: int = 16
+    dtype: str = "float32"
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.query
+
+    @property
+    def hidden(self) -> int:
+        return self.heads * self.head_dim
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=getattr(torch, self.dtype), device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What is dispatched, its reference, and the bytes that either has to move at least."""
+    """What is dispatched, its reference, and what either has to do at least."""
 
     dispatched: Callable[[], object]
     reference: Callable[[], object]
     num_bytes: int
+    num_flops: int
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("op", choices=sorted(OPS))
-    for name, default in (("rows", 32), ("query", 1), ("context", 256), ("heads", 9), ("kv-heads", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = vars(parser.parse_args())
+    for field in fields(Sizes):
+        kind = int if isinstance(field.default, int) else str
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
+    given = vars(parser.parse_args(arguments))
     op = given.pop("op")
-    run_tests(op)
-    sizes = Sizes(**{**given, "dtype": getattr(torch, given["dtype"]), "device": torch.device(given["device"])})
-    timed = OPS[op](sizes)
-    ours, reference = measure(timed, sizes.device)
-    rate = timed.num_bytes / ours / 1e9
-    sys.stdout.write(
-        f"{op}, {dispatch.describe_kernels(sizes.device)}: {ours * 1e3:.3f} ms, {rate:.1f} GB/s; "
-        f"reference {reference * 1e3:.3f} ms, ratio {reference / ours:.2f}\n"
+    run_tests(OPS[op].tests)
+    sizes = Sizes(**given)
+    timed = OPS[op].build(sizes)
+    bandwidth, rate = measure_machine(sizes.device)
+    ours, reference = measure((timed.dispatched, timed.reference), sizes.device)
+    moving, computing = timed.num_bytes / bandwidth, timed.num_flops / rate
+    floor = max(moving, computing)
+    print(f"{op} with {sizes}")
+    print(
+        f"this machine      {bandwidth / 1e9:8.1f} GB/s {rate / 1e9:10.1f} GFLOP/s, {torch.get_num_threads()} threads"
     )
+    print(f"to be done        {timed.num_bytes / 1e6:8.2f} MB   {timed.num_flops / 1e6:10.2f} MFLOP")
+    print(f"floor             {floor * 1e3:8.3f} ms   {'bandwidth' if moving > computing else 'arithmetic'}")
+    for name, taken in (("dispatched", ours), ("reference", reference)):
+        speeds = f"{timed.num_bytes / taken / 1e9:8.1f} GB/s {timed.num_flops / taken / 1e9:8.1f} GFLOP/s"
+        print(f"{name:17} {taken * 1e3:8.3f} ms   {taken / floor:6.2f} x the floor {speeds}")
 
 
-def run_tests(op: str) -> None:
+def run_tests(name: str) -> None:
     """End the program where the op's tests fail: the speed of a wrong answer is of no interest."""
-    command = [sys.executable, "-m", "pytest", "-q", str(TESTS / f"test_{op}.py")]
-    if subprocess.run(command, cwd=TESTS.parent.parent, check=False).returncode != 0:
-        sys.exit(f"the tests of {op} fail: nothing is timed")
+    command = [sys.executable, "-m", "pytest", "-q", str(TESTS / name)]
+    if subprocess.run(command, cwd=TESTS.parent, check=False).returncode != 0:
+        sys.exit(f"{name} fails: nothing is timed")
 
 
-def measure(timed: Timed, device: torch.device) -> tuple[float, float]:
+def measure_machine(device: str) -> tuple[float, float]:
+    """Give the bytes that are read in a second, and the multiplications and additions of a large product."""
+    stream = torch.ones(STREAMED_BYTES // 4, device=device)
+    factor = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, device=device)
+    reading, multiplying = measure((stream.sum, lambda: factor @ factor), device)
+    return STREAMED_BYTES / reading, 2 * PRODUCT_SIZE**3 / multiplying
+
+
+def measure(calls: tuple[Callable[[], object], Callable[[], object]], device: str) -> tuple[float, float]:
     """Give the median seconds of both, measured alternately."""
     times: tuple[list[float], list[float]] = ([], [])
     for repeat in range(WARM_UP + REPEATS):
-        for taken, call in zip(times, (timed.dispatched, timed.reference), strict=True):
-            _synchronize(device)
+        for taken, call in zip(times, calls, strict=True):
+            synchronize(device)
             began = time.perf_counter()
             call()
-            _synchronize(device)
+            synchronize(device)
             if repeat >= WARM_UP:
                 taken.append(time.perf_counter() - began)
     return statistics.median(times[0]), statistics.median(times[1])
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
+def synchronize(device: str) -> None:
+    if device != "cpu":
         torch.cuda.synchronize(device)
 
 
@@ -102,9 +134,10 @@ def _pools(sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Build key pages, value pages and the rows' tables, scattered as after a while of running."""
     width = -(-sizes.context // sizes.page_size)
     num_pages = sizes.rows * width
-    shape = (2, num_pages, sizes.kv_heads, sizes.page_size, sizes.head_dim)
-    pools = torch.randn(shape, dtype=sizes.dtype, device=sizes.device)
+    pools = sizes.draw(2, num_pages, sizes.kv_heads, sizes.page_size, sizes.head_dim)
     tables = torch.randperm(num_pages, device=sizes.device).view(sizes.rows, width).to(torch.int32)
+    num_shared = sizes.shared // sizes.page_size
+    tables[:, :num_shared] = tables[0, :num_shared].clone()
     return pools[0], pools[1], tables
 
 
@@ -113,31 +146,78 @@ def _paged_attention(sizes: Sizes) -> Timed:
     metadata = PagedMetadata.build(
         np.full(sizes.rows, sizes.query, dtype=np.int32), np.full(sizes.rows, sizes.context, dtype=np.int32), tables
     )
-    shape = (sizes.rows * sizes.query, sizes.heads, sizes.head_dim)
-    query = torch.randn(shape, dtype=sizes.dtype, device=sizes.device)
+    query = sizes.draw(sizes.num_tokens, sizes.heads, sizes.head_dim)
     scaling = sizes.head_dim**-0.5
-    kv_tokens = 2 * sizes.rows * sizes.context * sizes.kv_heads
+    num_pages = len(torch.unique(tables))
+    seen = sizes.rows * (sizes.query * (sizes.context - sizes.query) + sizes.query * (sizes.query + 1) // 2)
     return Timed(
         lambda: dispatch.paged_attention(query, keys, values, metadata, scaling=scaling),
         lambda: paged_attention_ref(query, keys, values, metadata, scaling=scaling),
-        (kv_tokens * sizes.head_dim + 2 * query.numel()) * sizes.dtype.itemsize,
+        num_pages * (keys[0].nbytes + values[0].nbytes) + 2 * query.nbytes,
+        4 * seen * sizes.hidden,
     )
 
 
 def _cache_write(sizes: Sizes) -> Timed:
     keys, values, _ = _pools(sizes)
-    num_tokens = sizes.rows * sizes.query
-    shape = (2, num_tokens, sizes.kv_heads, sizes.head_dim)
-    key, value = torch.randn(shape, dtype=sizes.dtype, device=sizes.device)
-    slots = torch.randperm(sizes.rows * sizes.context, device=sizes.device)[:num_tokens]
+    key, value = sizes.draw(2, sizes.num_tokens, sizes.kv_heads, sizes.head_dim)
+    slots = torch.randperm(sizes.rows * sizes.context, device=sizes.device)[: sizes.num_tokens]
     return Timed(
         lambda: dispatch.cache_write(key, value, keys, values, slots),
         lambda: cache_write_ref(key, value, keys, values, slots),
-        4 * key.numel() * sizes.dtype.itemsize,
+        4 * key.nbytes,
+        0,
     )
 
 
-OPS: dict[str, Callable[[Sizes], Timed]] = {"paged_attention": _paged_attention, "cache_write": _cache_write}
+def _rms_norm(sizes: Sizes) -> Timed:
+    x, weight = sizes.draw(sizes.num_tokens, sizes.hidden), torch.ones(sizes.hidden, device=sizes.device)
+    return Timed(
+        lambda: dispatch.rms_norm(x, weight, 1e-5), lambda: rms_norm_ref(x, weight, 1e-5), 2 * x.nbytes, 4 * x.numel()
+    )
+
+
+def _rope(sizes: Sizes) -> Timed:
+    heads = sizes.draw(sizes.num_tokens, sizes.heads + sizes.kv_heads, sizes.head_dim)
+    angles = sizes.draw(sizes.num_tokens, sizes.head_dim)
+    cos, sin = angles.cos(), angles.sin()
+    return Timed(
+        lambda: dispatch.rope(heads, cos, sin),
+        lambda: rope_ref(heads, cos, sin),
+        2 * heads.nbytes + 2 * angles.nbytes,
+        3 * heads.numel(),
+    )
+
+
+def _linear(sizes: Sizes) -> Timed:
+    """A layer that widens what it gets four times."""
+    x, weight = sizes.draw(sizes.num_tokens, sizes.hidden), sizes.draw(4 * sizes.hidden, sizes.hidden)
+    plain = LinearWeight(weight, None, packed=False)
+    refused = refuses_packing(weight.dtype, weight.device)
+    layer = plain if refused is not None else pack_linear(weight)
+    return Timed(
+        lambda: linear(x, layer, "silu"),
+        lambda: linear_ref(x, plain, "silu"),
+        weight.nbytes + 5 * x.nbytes,
+        2 * sizes.num_tokens * weight.numel(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """How an op is set up, and the file of its tests."""
+
+    build: Callable[[Sizes], Timed]
+    tests: str
+
+
+OPS = {
+    "paged_attention": Op(_paged_attention, "kernels/test_paged_attention.py"),
+    "cache_write": Op(_cache_write, "kernels/test_cache_write.py"),
+    "rms_norm": Op(_rms_norm, "kernels/test_row_ops.py"),
+    "rope": Op(_rope, "kernels/test_row_ops.py"),
+    "linear": Op(_linear, "models/test_patch.py"),
+}
 
 if __name__ == "__main__":
     main()
