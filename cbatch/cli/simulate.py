@@ -42,10 +42,10 @@ def _simulate(found: Given, console: ConsoleConfig) -> int:
         say(f"{len(comparison.workload)} requests; costs are of {comparison.calibration.source}")
         say(comparison.calibration.cost.describe())
     results = []
-    for case in comparison.cases:
+    for case, figures in comparison.run_all():
         if not console.quiet:
-            say(f"simulating {case.name}")
-        results.append((case, comparison.run(case)))
+            say(f"{case.name} is simulated")
+        results.append((case, figures))
     plan = comparison.plan_shards(config.gpus) if config.gpus is not None else None
     if config.output is not None:
         write_results(Path(config.output), comparison, results, plan)

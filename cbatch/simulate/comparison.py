@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from cbatch.simulate.workload import Lengths, SyntheticWorkload, Workload, arriv
 DEFAULT_PRESET = "h100-70b-fp8"
 DEFAULT_ROWS, DEFAULT_PROMPTS, DEFAULT_OUTPUTS = 1_000, "64-512", "16-256"
 UNPAGED = "static, no pages"
+PARALLEL_FROM = 20_000  # requests, from which on another process pays
 DRAWN = ("rows", "prompt_tokens", "output_tokens", "shared_prefix")  # settings of a workload that is drawn
 
 
@@ -59,6 +63,15 @@ class Comparison:
         simulator = Simulator(case.engine, self.calibration.cost, mode=case.mode)
         config = self.config
         return simulator.run(self.workload, goodput_ttft=config.goodput_ttft, goodput_itl=config.goodput_itl)
+
+    def run_all(self) -> Iterator[tuple[Case, Figures]]:
+        """Simulate all cases, in order; long ones at the same time, a process each."""
+        workers = min(len(self.cases), os.cpu_count() or 1)
+        if workers == 1 or len(self.workload) < PARALLEL_FROM:
+            yield from ((case, self.run(case)) for case in self.cases)
+            return
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            yield from zip(self.cases, pool.map(self.run, self.cases), strict=True)
 
     def plan_shards(self, num_gpus: int) -> ShardedPlan:
         """Simulate the job over several GPUs, in the engine's own mode."""

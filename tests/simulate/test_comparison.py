@@ -10,6 +10,7 @@ import pytest
 
 from cbatch.config import SimulateConfig
 from cbatch.errors import CbatchError, InputError, UsageError
+from cbatch.simulate import comparison as comparison_module
 from cbatch.simulate.calibration import Calibration, load_calibration
 from cbatch.simulate.comparison import UNPAGED, prepare_comparison, unpaged
 from cbatch.simulate.cost import CostModel
@@ -75,6 +76,14 @@ def test_the_preset_brings_engine_and_workload_and_options_win() -> None:
     changed = prepare(rows=3, prompt_tokens="9", engine={"max_requests_per_batch": 2}, modes="static")
     assert [(work.prompt_tokens, work.output_tokens > 9) for work in changed.workload] == [(9, True)] * 3
     assert [case.engine.max_requests_per_batch for case in changed.cases] == [2, 2]
+
+
+def test_long_simulations_run_side_by_side_and_come_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison = prepare(rows=40, prompt_tokens="9-30", output_tokens="5-9")
+    alone = list(comparison.run_all())
+    assert [case.name for case, _ in alone] == [case.name for case in comparison.cases]
+    monkeypatch.setattr(comparison_module, "PARALLEL_FROM", 40)
+    assert list(comparison.run_all()) == alone
 
 
 def test_nothing_is_hashed_where_nothing_is_shared() -> None:
