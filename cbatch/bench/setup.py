@@ -16,6 +16,7 @@ from cbatch.models.outline import outline_model
 def prepare_contest(job: JobConfig, engine: EngineConfig, *, verbose: bool = False) -> Contest:
     """Read the rows; contexts are as long as the longest of them needs, unless a length is given.
 
+    Drafts are off unless asked for: they help the smallest batches most, and the modes would differ by them too.
     Raises UsageError, InputError.
     """
     shape = inspect_model(engine)
@@ -24,7 +25,11 @@ def prepare_contest(job: JobConfig, engine: EngineConfig, *, verbose: bool = Fal
     workload = read_workload(job, outline.tokenizer, engine.max_model_len or shape.context_length)
     return Contest(
         workload,
-        replace(engine, max_model_len=engine.max_model_len or workload.longest),
+        replace(
+            engine,
+            max_model_len=engine.max_model_len or workload.longest,
+            speculation=engine.speculation or False,
+        ),
         dtype=str(outline.dtype).removeprefix("torch."),
         device=str(outline.device),
         num_threads=outline.num_threads,

@@ -65,6 +65,14 @@ def test_everybody_gets_the_same_rows_and_the_medians_are_shown(
     assert "2 rows are left out; the first: in.jsonl:3: prompt must be a string" in err
 
 
+@pytest.mark.parametrize(("given", "drafts"), [((), False), (("--speculation",), True)])
+def test_the_modes_draft_only_where_asked(
+    run: Run, model: str, instant: list[dict[str, Any]], given: tuple[str, ...], drafts: bool
+) -> None:
+    run("bench", "in.jsonl", "--model", model, "--modes", "naive,continuous", "--repeats", "1", *given)
+    assert {task["engine"]["speculation"] for task in instant} == {drafts}
+
+
 def test_a_mode_that_fails_is_a_line_of_the_table_and_exit_code_1(
     run: Run, model: str, instant: list[dict[str, Any]], tmp_path: Path
 ) -> None:
