@@ -23,7 +23,7 @@ from cbatch.simulate.workload import Work, Workload
 SAMPLED = 0  # the token that every step gives
 SHARED = 1  # the token that shared prefixes are made of; those of a request's own are below 0
 _LENGTH_ONLY = StopCondition(frozenset(), strings=None)
-_SAMPLING = SamplingParams()
+_SAMPLING = SamplingParams(ignore_eos=True)
 
 
 class Simulator:

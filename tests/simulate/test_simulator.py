@@ -31,6 +31,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "tight": {"num_blocks": 14, "page_size": 8},
     "offloading": {"num_blocks": 14, "page_size": 8, "num_host_pages": 20},
     "prefill_first": {"scheduler_type": "prefill_first", "max_batch_tokens": 24, "num_blocks": 40, "page_size": 8},
+    "offline": {"scheduler_type": "offline", "num_blocks": 40, "page_size": 8},
     "sliding": {"layer_windows": (None, 16, 16), "num_blocks": 20, "page_size": 8},
     "not sharing": {"allow_block_sharing": False, "num_blocks": 30},
 }
