@@ -254,7 +254,9 @@ def _enlarge(
     if not situation.can_predict:
         if not strong:
             return None
-        return Finding(cause=cause, evidence=evidence, advice=f"raise {situation.spell(name, '')}", assumption=NO_TRACE)
+        return Finding(
+            cause=cause, evidence=evidence, advice=f"raise {situation.spell(name, '').rstrip()}", assumption=NO_TRACE
+        )
     start = situation.predict(**base).duration_s
     now = base.get(name, getattr(situation.engine, name))
     gains = [(now * f, 1 - situation.predict(**base | {name: now * f}).duration_s / start) for f in FACTORS]
