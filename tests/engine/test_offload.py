@@ -40,9 +40,10 @@ def make_harness(
     sharing: bool = False,
     policy: str = "fifo",
     safety_margin: float = 0.0,
+    num_layers: int = 1,
 ) -> Harness:
     return Harness(
-        make_cache(num_chunks, PAGE_SIZE, sharing=sharing),
+        make_cache(num_chunks, PAGE_SIZE, num_layers=num_layers, sharing=sharing),
         StepLimits(max_batch_tokens, max_requests, max_pages_read=AMPLE),
         policy=policy,
         safety_margin=safety_margin,
@@ -119,10 +120,11 @@ def test_all_that_moves_in_a_step_is_one_transfer_of_the_pages_that_hold_tokens(
     assert plan.moves.num_offloads == len(moved)
 
 
-def test_a_block_without_a_token_is_not_copied() -> None:
+@pytest.mark.parametrize("num_in_last", [0, 1, 3])
+def test_a_block_without_a_token_is_not_copied_and_one_with_a_token_is(num_in_last: int) -> None:
     harness = make_harness(num_chunks=9, max_batch_tokens=4)
     _, second = with_prompts(harness, 16, 4)
-    while second.num_computed_tokens == 0:
+    while second.num_computed_tokens == 0 or second.num_computed_tokens % PAGE_SIZE != num_in_last:
         harness.step()
     # As at a step whose forward pass failed: the table has grown, and no token came.
     assert harness.cache.extend(second, 12)
@@ -255,18 +257,19 @@ def test_most_of_the_batch_does_not_stall_under_pressure(num_host_pages: int) ->
 # Shared blocks
 
 
-def test_a_request_that_shares_blocks_moves_all_of_its_pages_and_brings_back_what_is_not_there() -> None:
-    harness = make_harness(num_chunks=7, sharing=True)
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_a_request_that_shares_blocks_moves_all_of_its_pages_and_brings_back_what_is_not_there(num_layers: int) -> None:
+    harness = make_harness(num_chunks=7, sharing=True, num_layers=num_layers)
     header = list(range(3 * PAGE_SIZE))
     requests = [make_request(i, [*header, 50 + i], 12) for i in range(2)]
     harness.add(*requests)
     while not harness.num_offloads:
         plan = harness.step()
     (moved,) = (request for request in requests if request.host_pages)
-    assert len(plan.moves.out) == len(moved.host_pages) == 5
+    assert len(plan.moves.out) == len(moved.host_pages) == 5 * num_layers
     while not harness.num_restores:
         plan = harness.step()
-    assert 0 < len(plan.moves.back) <= 2, "the header is still there"
+    assert 0 < len(plan.moves.back) <= 2 * num_layers, "the header is still there"
     harness.run()
     assert all_tokens_right(requests)
     assert [request.cached_tokens for request in requests] == [0, len(header)]
@@ -566,7 +569,12 @@ def test_every_byte_comes_back(family: str, tmp_path: Path) -> None:
 
 def content(runner: ModelRunner, engine: Engine, request: Request) -> list[Tensor]:
     """Keys and values [2, kv_heads, page_size, head_dim] of each page that holds computed tokens, copied."""
-    pages = engine._cache.pages_in_use(request)
+    pages = [
+        block + layer * engine._cache.pool.num_chunks
+        for allocator, table in zip(engine._cache.allocators, request.tables, strict=True)
+        for block in table[: -(-request.num_computed_tokens // PAGE_SIZE)]  # a ring has fewer
+        for layer in range(len(allocator.layers))
+    ]
     filled = [torch.stack([runner.key_pages[page], runner.value_pages[page]]) for page in pages]
     if len(engine._cache.allocators) == 1:
         # Slots behind the last token hold whatever was there.
