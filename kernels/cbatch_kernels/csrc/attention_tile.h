@@ -146,34 +146,53 @@ inline Floats cap(Floats x, float softcap) {
     return (power - 1.0f) / (power + 1.0f) * softcap;
 }
 
-// Turn the scores first to last - 1 of a row into weights, and update its state; the factor for its sums so far.
-inline float soften(float *scores, int first, int last, Rows row, long block_start, float softcap) {
-    Ints see_from = Ints{} + static_cast<int>(std::max(*row.begin - block_start, 0L));
-    Ints see_to = Ints{} + static_cast<int>(std::min<long>(*row.end - block_start, BLOCK));
+// The highest lane.
+inline float highest(Floats x) {
+    Quad parts[WIDTH / 4];
+    std::memcpy(parts, &x, sizeof parts);
+    for (int i = 1; i < WIDTH / 4; i++) parts[0] = parts[0] > parts[i] ? parts[0] : parts[i];
+    return std::max(std::max(parts[0][0], parts[0][1]), std::max(parts[0][2], parts[0][3]));
+}
+
+// Turn the scores first to last - 1 of M rows into weights, and update their states. `scales` get what the sums so far
+// are to be multiplied by.
+template <int M>
+inline void soften(float *scores, int first, int last, Rows rows, long block_start, float softcap, float *scales) {
     first = first / WIDTH * WIDTH;
-    Floats top = splat(-INFINITE);
-    for (int i = first; i < last; i += WIDTH) {
-        Floats x = load(scores + i);
-        if (softcap != 0.0f) x = cap(x, softcap);
-        Ints lanes = iota() + i;
-        x = select((lanes >= see_from) & (lanes < see_to), x, splat(-INFINITE));
-        store(scores + i, x);
-        top = larger(x, top);
+    int see_from[M], see_to[M];
+    bool see_all = true;
+    for (int m = 0; m < M; m++) {
+        see_from[m] = static_cast<int>(std::max(rows.begin[m] - block_start, 0L));
+        see_to[m] = static_cast<int>(std::min<long>(rows.end[m] - block_start, BLOCK));
+        see_all = see_all && see_from[m] <= first && see_to[m] == BLOCK;
     }
-    float raised = *row.state.highest;
-    for (int i = 0; i < WIDTH; i++) raised = top[i] > raised ? top[i] : raised;
-    // Nothing seen yet: any finite number keeps the weights at zero.
-    Floats base = splat(raised == -INFINITE ? 0.0f : raised);
-    float scale = exp2(splat(*row.state.highest) - base)[0];
-    Floats total = {};
-    for (int i = first; i < last; i += WIDTH) {
-        Floats weight = exp2(load(scores + i) - base);
-        store(scores + i, weight);
-        total += weight;
+    Floats top[M], base[M], total[M] = {};
+    for (int m = 0; m < M; m++) top[m] = splat(-INFINITE);
+    for (int i = first; i < last; i += WIDTH)
+        for (int m = 0; m < M; m++) {
+            Floats x = load(scores + m * BLOCK + i);
+            if (softcap != 0.0f) x = cap(x, softcap);
+            if (!see_all) {
+                Ints lanes = iota() + i;
+                x = select((lanes >= see_from[m]) & (lanes < see_to[m]), x, splat(-INFINITE));
+            }
+            if (softcap != 0.0f || !see_all) store(scores + m * BLOCK + i, x);
+            top[m] = larger(x, top[m]);
+        }
+    for (int m = 0; m < M; m++) {
+        float raised = std::max(rows.state.highest[m], highest(top[m]));
+        // Nothing seen yet: any finite number keeps the weights at zero.
+        base[m] = splat(raised == -INFINITE ? 0.0f : raised);
+        scales[m] = exp2(splat(rows.state.highest[m]) - base[m])[0];
+        rows.state.highest[m] = raised;
     }
-    *row.state.total = *row.state.total * scale + sum(total);
-    *row.state.highest = raised;
-    return scale;
+    for (int i = first; i < last; i += WIDTH)
+        for (int m = 0; m < M; m++) {
+            Floats weight = exp2(load(scores + m * BLOCK + i) - base[m]);
+            store(scores + m * BLOCK + i, weight);
+            total[m] += weight;
+        }
+    for (int m = 0; m < M; m++) rows.state.total[m] = rows.state.total[m] * scales[m] + sum(total[m]);
 }
 
 // Multiply N vectors of M rows' sums by `scales`, and add the values of keys first to last - 1 by their weights.
@@ -185,15 +204,18 @@ inline void weigh(float *sums, const float *weights, const float *scales, const 
         for (int n = 0; n < N; n++) sum_of[m][n] = load(sums + m * layout.row_size + n * WIDTH) * scales[m];
     for (int s = 0; s < num_segments; s++) {
         const Segment<Element> &segment = segments[s];
-        int end = std::min(segment.first + segment.count, last);
-        for (int i = std::max(segment.first, first); i < end; i++) {
-            const Element *value = segment.values + (i - segment.first) * layout.value_stride + d;
-            ahead.fetch(N * WIDTH * sizeof(Element));
-            Floats part[N];
-            for (int n = 0; n < N; n++) part[n] = load<count>(value + n * WIDTH);
-            for (int m = 0; m < M; m++) {
-                Floats weight = splat(weights[m * BLOCK + i]);
-                for (int n = 0; n < N; n++) sum_of[m][n] = fma(weight, part[n], sum_of[m][n]);
+        int end = std::min(segment.first + segment.count, last), i = std::max(segment.first, first);
+        const Element *value = segment.values + (i - segment.first) * layout.value_stride + d;
+        for (int stop; i < end; i = stop) {
+            stop = std::min(i + KEYS, end);
+            ahead.fetch(KEYS * N * WIDTH * sizeof(Element));
+            for (int k = i; k < stop; k++, value += layout.value_stride) {
+                Floats weight[M];
+                for (int m = 0; m < M; m++) weight[m] = splat(weights[m * BLOCK + k]);
+                for (int n = 0; n < N; n++) {
+                    Floats part = load<count>(value + n * WIDTH);
+                    for (int m = 0; m < M; m++) sum_of[m][n] = fma(weight[m], part, sum_of[m][n]);
+                }
             }
         }
     }
@@ -232,8 +254,7 @@ void attend_few(Rows rows, long block_start, const Segment<Element> *segments, i
         for (; i < stop; i++, keys += layout.key_stride) score<M, 1>(rows.query, keys, layout, scores + i);
     }
     float scales[M];
-    for (int m = 0; m < M; m++)
-        scales[m] = soften(scores + m * BLOCK, first, last, rows.from(m, layout.row_size), block_start, layout.softcap);
+    soften<M>(scores, first, last, rows, block_start, layout.softcap, scales);
     constexpr int N = M == 1 ? 8 : 4;
     weigh_rows<M, N>(rows.state.sums, scores, scales, segments, num_segments, first, last, layout, 0, ahead);
 }

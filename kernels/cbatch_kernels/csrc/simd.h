@@ -76,7 +76,7 @@ inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 // a * b + c, rounded once where the target can.
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(CBATCH_X86)
-    asm("vfmadd231ps %2, %1, %0" : "+v"(c) : "v"(a), "vm"(b));
+    asm("vfmadd231ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
     return c;
 #elif defined(CBATCH_NEON)
     asm("fmla %0.4s, %1.4s, %2.4s" : "+w"(c) : "w"(a), "w"(b));
