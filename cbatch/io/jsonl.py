@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ MAX_LINE_BYTES = 256 << 20  # a longer line is a row error, so that a file witho
 MAX_NESTING = 100  # levels of a row; fewer than `jsonform` takes, because a journal wraps rows in objects of its own
 _JSON_SPACE = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
+_BLANK = re.compile(rb"\n[ \t\r]*(?=\n)")
 _WAY_OUT = "cbatch reads one JSON object per line: jq -c {filter} {name} > rows.jsonl"
 
 
@@ -65,19 +67,27 @@ def read_jsonl(name: str, chunks: Iterable[bytes], first_index: int) -> Iterator
 
 
 def count_rows(chunks: Iterable[bytes]) -> int:
-    """Count the rows of one file without parsing them."""
-    return sum(raw is None or bool(_strip(raw)) for raw in split_lines(chunks))
-
-
-def _strip(raw: bytes) -> bytes:
-    return raw.strip(_JSON_SPACE).removeprefix(_BOM).strip(_JSON_SPACE)
+    """Count the lines of one file that are not blank, without making an object of each."""
+    num_rows = 0
+    is_blank = True  # the line at hand, so far
+    for chunk in chunks:
+        first, last = chunk.find(b"\n"), chunk.rfind(b"\n")
+        if first < 0:
+            is_blank = is_blank and not chunk.strip(_JSON_SPACE)
+            continue
+        num_blank = (is_blank and not chunk[:first].strip(_JSON_SPACE)) + sum(
+            1 for _ in _BLANK.finditer(chunk, first, last + 1)
+        )
+        num_rows += chunk.count(b"\n") - num_blank
+        is_blank = not chunk[last + 1 :].strip(_JSON_SPACE)
+    return num_rows + (not is_blank)
 
 
 def _read_rows(name: str, chunks: Iterable[bytes], first_index: int) -> Iterator[tuple[Row, bytes]]:
     """Yield each row with the text that it was read from."""
     index = first_index
     for number, raw in enumerate(split_lines(chunks), start=1):
-        text = _strip(raw) if raw is not None else b""
+        text = raw.strip(_JSON_SPACE).removeprefix(_BOM).strip(_JSON_SPACE) if raw is not None else b""
         if not text and raw is not None:
             continue
         columns, error = _parse(text) if raw is not None else ({}, _too_long())

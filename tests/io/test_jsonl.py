@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cbatch.errors import InputError
 from cbatch.io import jsonform
-from cbatch.io.jsonl import read_jsonl, split_lines
+from cbatch.io.jsonl import count_rows, read_jsonl, split_lines
 from cbatch.io.rows import Row
 from cbatch.io.sources import open_source
 
@@ -163,6 +163,12 @@ def test_rows_that_are_arrays_are_row_errors() -> None:
     assert codes == ["not_an_object", "not_an_object"]
     mixed = rows_of(b'[1, 2\n{"a": 2}\n')
     assert [row.error is None for row in mixed] == [False, True]
+
+
+@given(st.lists(st.sampled_from([b"{}", b"x" * 9, b"\n", b" ", b"\t\r", b"\n\n", b"a b"]), max_size=30))
+def test_rows_are_counted_as_they_are_read_wherever_chunks_end(chunks: list[bytes]) -> None:
+    expected = sum(bool(line.strip(b" \t\r")) for line in b"".join(chunks).split(b"\n"))
+    assert count_rows(chunks) == count_rows([b"".join(chunks)]) == expected
 
 
 def test_a_nearly_empty_file_has_no_rows() -> None:

@@ -311,7 +311,7 @@ def test_parquet_keeps_the_numbers_that_json_lacks(bench: Bench, capsys: pytest.
 
 
 def test_a_row_counts_as_the_bar_counts_it(bench: Bench) -> None:
-    bench.write([{"prompt": "a"}, "", "  \t\r", "\ufeff", "broken", *prompts(2), ""])
+    bench.write([{"prompt": "a"}, "", "  \t\r", "broken", *prompts(2), ""])
     (bench.path / "last.jsonl").write_text('\n{"prompt": "z"}\n\n{"prompt": "no newline"}')
     inputs = (str(bench.path / "in.jsonl"), str(bench.path / "last.jsonl"))
     source = open_source(inputs)
