@@ -30,9 +30,10 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
-def _take_hangups() -> None:
-    """Undo what nohup leaves to its children: a signal that is ignored stays ignored."""
+def _take_signals() -> None:
+    """Undo what nohup and shells in the background leave to their children: a signal that is ignored stays ignored."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _ignore_hangups() -> None:
@@ -48,7 +49,7 @@ class Process:
         bench: Bench,
         *,
         environment: dict[str, str] | None = None,
-        before: Callable[[], None] = _take_hangups,
+        before: Callable[[], None] = _take_signals,
         **options: Any,
     ) -> None:
         self.bench = bench
@@ -71,7 +72,7 @@ class Process:
         *,
         environment: dict[str, str] | None,
         stderr: int,
-        before: Callable[[], None] = _take_hangups,
+        before: Callable[[], None] = _take_signals,
         **options: Any,
     ) -> subprocess.Popen[str]:
         return subprocess.Popen(
