@@ -44,22 +44,28 @@ class Case:
 
 
 def build_case(
-    variant: Variant, lens: list[tuple[int, int]], *, padding: int = 0, seed: int = 0, shared_pages: int = 0
+    variant: Variant,
+    lens: list[tuple[int, int]],
+    *,
+    padding: int = 0,
+    seed: int = 0,
+    shared_pages: int = 0,
+    num_prefixes: int = 1,
 ) -> Case:
     """Build a batch of (query length, context length) rows; keys that no query may see stay NaN.
 
-    All rows begin with the same `shared_pages` of the first one, which no window may leave out.
+    Rows begin with the same `shared_pages` as one of the first `num_prefixes` in turn; no window may leave these out.
     """
     generator = torch.Generator().manual_seed(seed)
     page_size, window = variant.page_size, variant.sliding_window
     width = max(-(-context // page_size) for _, context in lens) + 1
     num_pages = 2 + len(lens) * width
     tables = (torch.randperm(num_pages - 1, generator=generator)[: len(lens) * width] + 1).view(len(lens), width)
-    tables[:, :shared_pages] = tables[0, :shared_pages].clone()
+    tables[:, :shared_pages] = tables[torch.arange(len(lens)) % num_prefixes, :shared_pages]
     pools = torch.full((2, num_pages, variant.kv_heads, page_size, variant.head_dim), math.nan, dtype=variant.dtype)
     for row, (num_queries, context) in enumerate(lens):
         first = 0 if window is None else max(0, context - num_queries - window + 1)
-        for position in range(max(first, shared_pages * page_size if row else 0), context):
+        for position in range(max(first, shared_pages * page_size if row >= num_prefixes else 0), context):
             drawn = torch.randn(2, variant.kv_heads, variant.head_dim, generator=generator)
             pools[:, tables[row, position // page_size], :, position % page_size] = drawn.to(variant.dtype)
         tables[row, -(-context // page_size) :] = 0  # a page of NaN, as padding

@@ -98,9 +98,10 @@ def test_tiles_and_groups_cut_anywhere_change_nothing(variant: Variant, monkeypa
     check(build_case(variant, MIXED), variant)
 
 
-SHARING = [(1, 70), (1, 200), (1, 133), (1, 64), (1, 65), (1, 10), (1, 130), (1, 190), (3, 150), (40, 130)]
+SHARING = [(1, 80), (1, 200), (1, 133), (1, 64), (1, 65), (1, 10), (1, 130), (1, 190), (3, 150), (40, 130)]
 
 
+@pytest.mark.parametrize("num_prefixes", [1, 2])
 @pytest.mark.parametrize(
     ("variant", "shared_pages"),
     [
@@ -112,8 +113,10 @@ SHARING = [(1, 70), (1, 200), (1, 133), (1, 64), (1, 65), (1, 10), (1, 130), (1,
     ],
     ids=repr,
 )
-def test_rows_that_begin_with_the_same_pages_equal_the_oracle(variant: Variant, shared_pages: int) -> None:
-    check(build_case(variant, SHARING, shared_pages=shared_pages), variant)
+def test_rows_that_begin_with_the_same_pages_equal_the_oracle(
+    variant: Variant, shared_pages: int, num_prefixes: int
+) -> None:
+    check(build_case(variant, SHARING, shared_pages=shared_pages, num_prefixes=num_prefixes), variant)
 
 
 def test_long_contexts_of_every_length_around_a_block_equal_the_oracle() -> None:

@@ -1,6 +1,7 @@
 // How the work of paged attention is cut into pieces for threads. See paged_attention.h.
 #pragma once
 
+#include <numeric>
 #include <vector>
 
 #include "attention_tile.h"
@@ -29,13 +30,15 @@ constexpr long TILE_ROWS = 63;
 constexpr long TILES_PER_THREAD = 8;      // that single tokens make at least: they take different times
 constexpr long MIN_PARTS_PER_THREAD = 4;  // else tiles are cut into parts
 
-// Query tokens with the heads of a KV head: of one prompt, or of sequences with a single token each.
+// Query tokens with the heads of a KV head: consecutive ones of a prompt, or any of sequences with one token each.
 struct Tile {
-    long first_token, end_token, kv_head;
-    long prompt;  // the sequence, or -1
+    long prompt;          // the sequence; or -1
+    long first_token;     // of the prompt's
+    const long *singles;  // or null; these tokens are the numbers of their sequences too
+    long num_tokens, kv_head;
 
-    long num_tokens() const { return end_token - first_token; }
-    long sequence_of(long token) const { return prompt < 0 ? token : prompt; }
+    long token(long i) const { return singles ? singles[i] : first_token + i; }
+    long sequence(long i) const { return singles ? singles[i] : prompt; }
 };
 
 // A tile, or what its rows see of the positions `from` to `to` - 1.
@@ -74,16 +77,34 @@ inline long common_end(const AttentionArguments &a, long one, long other) {
     return (context_start(a, one) + pages * a.page_size) / BLOCK * BLOCK;
 }
 
-inline std::vector<Tile> cut_into_tiles(const AttentionArguments &a) {
+// Order the sequences with a single token such that those that begin with the same pages follow one another. Pages are
+// looked at further and further apart: whoever shares one shares all before it.
+inline std::vector<long> order_singles(const AttentionArguments &a) {
+    std::vector<long> order(a.num_decode_rows);
+    std::iota(order.begin(), order.end(), 0L);
+    if (a.window) return order;
+    std::stable_sort(order.begin(), order.end(), [&](long one, long other) {
+        long num_pages[] = {a.context_lens[one] / a.page_size, a.context_lens[other] / a.page_size};
+        const int32_t *tables[] = {a.block_tables + one * a.table_stride, a.block_tables + other * a.table_stride};
+        long page = 0;
+        for (; page < num_pages[0] && page < num_pages[1]; page = 2 * page + 1)
+            if (tables[0][page] != tables[1][page]) return tables[0][page] < tables[1][page];
+        return page >= num_pages[0] && page < num_pages[1];
+    });
+    return order;
+}
+
+// Cut the batch into tiles. `singles` is the order of the sequences with a single token, which tiles point into.
+inline std::vector<Tile> cut_into_tiles(const AttentionArguments &a, const std::vector<long> &singles) {
     std::vector<Tile> tiles;
     long most = std::max<long>(1, TILE_ROWS / (a.num_heads / a.kv_heads));
     for (long prompt = a.num_decode_rows; prompt < a.num_sequences; prompt++)
         for (long token = a.cu_seqlens_q[prompt], end = a.cu_seqlens_q[prompt + 1]; token < end; token += most)
-            tiles.push_back({token, std::min(token + most, end), 0, prompt});
+            tiles.push_back({prompt, token, nullptr, std::min(most, end - token), 0});
     long even = a.num_decode_rows * a.kv_heads / (TILES_PER_THREAD * a.num_threads);
     most = std::max<long>(1, std::min(most, even));
     for (long row = 0; row < a.num_decode_rows; row += most)
-        tiles.push_back({row, std::min<long>(row + most, a.num_decode_rows), 0, -1});
+        tiles.push_back({-1, 0, &singles[row], std::min<long>(most, a.num_decode_rows - row), 0});
     // All tiles of a KV head before the next one's: sequences of a job often share pages.
     size_t count = tiles.size();
     for (long head = 1; head < a.kv_heads; head++)
@@ -100,10 +121,9 @@ inline std::vector<Part> cut_into_parts(const AttentionArguments &a, const std::
     std::vector<Part> parts;
     for (size_t i = 0; i < tiles.size(); i++) {
         const Tile &tile = tiles[i];
-        long sequence = tile.sequence_of(tile.first_token);
-        long from = first_seen(a, sequence, position_of(a, sequence, tile.first_token));
-        long to = position_of(a, sequence, tile.end_token - 1) + 1;
-        if (few && (tile.prompt >= 0 || tile.num_tokens() == 1) && to - from > SPAN)
+        long from = first_seen(a, tile.sequence(0), position_of(a, tile.sequence(0), tile.token(0)));
+        long to = position_of(a, tile.sequence(0), tile.token(tile.num_tokens - 1)) + 1;
+        if (few && (tile.prompt >= 0 || tile.num_tokens == 1) && to - from > SPAN)
             for (from = from / SPAN * SPAN; from < to; from += SPAN)
                 parts.push_back({i, false, from, std::min(from + SPAN, to)});
         else

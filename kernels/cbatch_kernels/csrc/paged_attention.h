@@ -41,7 +41,7 @@ template <class Element>
 class TileAttention {
   public:
     TileAttention(const AttentionArguments &arguments, const Tile &tile, Workspace &workspace)
-        : a(arguments), tile(tile), group(a.num_heads / a.kv_heads), count(tile.num_tokens() * group),
+        : a(arguments), tile(tile), group(a.num_heads / a.kv_heads), count(tile.num_tokens * group),
           steps(workspace.steps) {
         layout = {a.head_dim, ceil_div(a.head_dim, WIDTH) * WIDTH, a.key_strides[2], a.value_strides[2],
                   a.softcap * LOG2_E};
@@ -59,9 +59,9 @@ class TileAttention {
         begin();
         clear(rows.state, count, layout.row_size);
         if (tile.prompt >= 0)
-            plan(tile.first_token, tile.end_token, tile.prompt, 0, context_end(a, tile.prompt));
+            plan(0, tile.num_tokens, tile.prompt, 0, context_end(a, tile.prompt));
         else
-            for (long token = tile.first_token; token < tile.end_token;) token = plan_together(token);
+            for (long i = 0; i < tile.num_tokens;) i = plan_together(i);
         walk(true);
         fold(before, rows.state, count, layout.row_size);
         finish();
@@ -72,7 +72,7 @@ class TileAttention {
         begin();
         rows.state = State::in(memory, count, layout.row_size);
         clear(rows.state, count, layout.row_size);
-        plan(tile.first_token, tile.end_token, tile.sequence_of(tile.first_token), from, to);
+        plan(0, tile.num_tokens, tile.sequence(0), from, to);
         walk(false);
     }
 
@@ -90,8 +90,8 @@ class TileAttention {
         float unit = a.scaling * (a.softcap ? 2 * LOG2_E / a.softcap : LOG2_E);
         clear(before, count, layout.row_size);
         for (long row = 0; row < count; row++) {
-            long token = tile.first_token + row / group, head = tile.kv_head * group + row % group;
-            long sequence = tile.sequence_of(token), position = position_of(a, sequence, token);
+            long token = tile.token(row / group), head = tile.kv_head * group + row % group;
+            long sequence = tile.sequence(row / group), position = position_of(a, sequence, token);
             auto *query = static_cast<const Element *>(a.query);
             query += token * a.query_token_stride + head * a.query_head_stride;
             float *to = rows.query + row * layout.row_size;
@@ -104,23 +104,23 @@ class TileAttention {
         }
     }
 
-    // Plan for single tokens from `token` on as long as their sequences begin alike: what is common in common, and then
-    // for each alone. Returns the first token that was left out.
-    long plan_together(long token) {
-        long end = token + 1, common_to = context_end(a, token);
-        for (; end < tile.end_token; end++) {
-            long common = common_end(a, end - 1, end);
+    // Plan for single tokens from the i-th on as long as their sequences begin alike: what is common in common, then for
+    // each alone. Returns the first one that was left out.
+    long plan_together(long i) {
+        long end = i + 1, common_to = context_end(a, tile.sequence(i));
+        for (; end < tile.num_tokens; end++) {
+            long common = common_end(a, tile.sequence(end - 1), tile.sequence(end));
             if (common == 0 || common < common_to / 2) break;
             common_to = std::min(common_to, common);
         }
-        plan(token, end, token, 0, common_to);
-        for (; token < end; token++) plan(token, token + 1, token, common_to, context_end(a, token));
+        plan(i, end, tile.sequence(i), 0, common_to);
+        for (; i < end; i++) plan(i, i + 1, tile.sequence(i), common_to, context_end(a, tile.sequence(i)));
         return end;
     }
 
-    // Plan for some tokens' rows to attend to what they see of a sequence's positions `from` to `to` - 1.
-    void plan(long first_token, long end_token, long sequence, long from, long to) {
-        long first_row = (first_token - tile.first_token) * group, end_row = (end_token - tile.first_token) * group;
+    // Plan for the rows of tokens `first` to `last` - 1 to attend to what they see of positions `from` to `to` - 1.
+    void plan(long first, long last, long sequence, long from, long to) {
+        long first_row = first * group, end_row = last * group;
         from = std::max(from, *std::min_element(rows.begin + first_row, rows.begin + end_row));
         to = std::min(to, *std::max_element(rows.end + first_row, rows.end + end_row));
         for (long block_end; from < to; from = block_end) {
@@ -172,7 +172,7 @@ class TileAttention {
 
     void finish() {
         for (long row = 0; row < count; row++) {
-            long token = tile.first_token + row / group, head = tile.kv_head * group + row % group;
+            long token = tile.token(row / group), head = tile.kv_head * group + row % group;
             auto *result = static_cast<Element *>(a.result) + (token * a.num_heads + head) * a.head_dim;
             const float *sums = before.sums + row * layout.row_size;
             Floats total = splat(before.total[row]);
@@ -193,12 +193,13 @@ class TileAttention {
 
 template <class Element>
 void attend_batch(const AttentionArguments &a) {
-    std::vector<Tile> tiles = cut_into_tiles(a);
+    std::vector<long> singles = order_singles(a);
+    std::vector<Tile> tiles = cut_into_tiles(a, singles);
     std::vector<Part> parts = cut_into_parts(a, tiles);
     long group = a.num_heads / a.kv_heads, row_size = ceil_div(a.head_dim, WIDTH) * WIDTH;
     std::vector<long> places(1, 0);  // of the parts' states
     for (const Part &part : parts) {
-        long size = State::size(tiles[part.tile].num_tokens() * group, row_size);
+        long size = State::size(tiles[part.tile].num_tokens * group, row_size);
         places.push_back(places.back() + (part.whole ? 0 : size));
     }
     std::vector<float> states(places.back());
