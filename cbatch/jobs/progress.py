@@ -20,6 +20,7 @@ BAR_INTERVAL_S = 0.2
 RATE_WINDOW_S = 20.0  # the rate shown is over about so long
 DEFAULT_WIDTH = 100
 DEFAULT_HEIGHT = 20
+LOGGERS = ("cbatch", "cbatch_kernels")
 _BLOCKS = "█▏"
 
 
@@ -172,12 +173,14 @@ class _SayingHandler(logging.Handler):
 @contextlib.contextmanager
 def saying_warnings(say: Callable[[str], None]) -> Iterator[None]:
     """Have the warnings of all of cbatch said by `say`, which knows of bars and of quiet, and by nobody else."""
-    logger, handler = logging.getLogger("cbatch"), _SayingHandler(say)
-    logger.addHandler(handler)
+    loggers, handler = [logging.getLogger(name) for name in LOGGERS], _SayingHandler(say)
+    for logger in loggers:
+        logger.addHandler(handler)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 def is_terminal(stream: TextIO) -> bool:

@@ -159,9 +159,12 @@ def test_a_stream_that_fails_is_left_alone(error: type[Exception]) -> None:
     progress.close()
 
 
-def test_warnings_of_the_engine_are_said_as_all_else_is(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["cbatch.models.load", "cbatch_kernels.compile"])
+def test_warnings_of_the_engine_are_said_as_all_else_is(
+    bench: Bench, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     def load(config: EngineConfig) -> StubEngine:
-        logging.getLogger("cbatch.models.load").warning("one %s\ntwo", 1)
+        logging.getLogger(name).warning("one %s\ntwo", 1)
         return StubEngine(config)
 
     bench.load = load  # type: ignore[method-assign]
@@ -169,7 +172,7 @@ def test_warnings_of_the_engine_are_said_as_all_else_is(bench: Bench, capsys: py
     assert "cbatch: one 1 two\n" in capsys.readouterr().err
     bench.run(quiet=True, restart=True)
     assert capsys.readouterr().err == ""
-    assert logging.getLogger("cbatch").handlers == []
+    assert logging.getLogger(name.partition(".")[0]).handlers == []
 
 
 @pytest.fixture
