@@ -44,6 +44,15 @@ def open_checkpoint(setup: JobSetup, say: Callable[[str], None]) -> Checkpoint:
             hint="--restart replaces it; or name another output",
         )
     journal = Journal(paths.journal)
+    try:
+        return _recover(setup, journal, say)
+    except BaseException:
+        journal.close()
+        raise
+
+
+def _recover(setup: JobSetup, journal: Journal, say: Callable[[str], None]) -> Checkpoint:
+    job, paths = setup.job, setup.paths
     reader = journal.reader()
     ledger = Ledger(journal.count_lines(), reader.has_key, reader.has_source)
     session = Session(0, setup.fit, job.return_token_ids, job.retry_errors)

@@ -111,16 +111,20 @@ class Journal:
     def recover(self, add: Callable[[Head, int], None]) -> Recovery:
         """Give every whole entry with its offset to `add`, in order, and cut off what a crash left at the end.
 
-        Raises UsageError, and leaves the file as it is, where that is no journal, or one of another version.
+        That is a line at most: more of them were damaged by something else, and stay. Raises UsageError, and leaves the
+        file as it is, where that is no journal, or one of another version.
         """
-        num_sessions = num_damaged = good_end = 0
+        num_sessions = num_damaged = good_end = damaged_end = num_damaged_last = 0
         facts: dict[str, Any] = {}
         complete = True
         for offset, line in self._lines():
             head = self._parse_head(line)
             if head is None:
                 num_damaged += bool(line.strip(b"\x00\n"))
+                if line.endswith(b"\n"):
+                    damaged_end, num_damaged_last = offset + len(line), num_damaged_last + 1
                 continue
+            num_damaged_last = 0
             if isinstance(head, dict):
                 num_sessions = max(num_sessions, head.pop("session"))
                 facts |= head
@@ -130,6 +134,8 @@ class Journal:
             good_end, complete = offset + len(line), line.endswith(b"\n")
         if good_end == 0 and not self._may_begin_a_journal():
             raise UsageError(f"{self.path} is no journal", hint="move it away, or pass --restart to replace it")
+        if num_damaged_last > 1:
+            good_end, complete = damaged_end, True
         with writing(self.path):
             if good_end != self._size:
                 os.ftruncate(self._file, good_end)

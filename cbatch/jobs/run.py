@@ -19,7 +19,7 @@ from typing import Any, Literal
 from cbatch.compatibility import Facts, check
 from cbatch.config import EngineConfig, JobConfig
 from cbatch.engine.stats import EngineStats
-from cbatch.errors import EXIT_FAILED, EXIT_OK, RowError
+from cbatch.errors import EXIT_FAILED, EXIT_OK, OutputError, RowError
 from cbatch.io.columns import ROW_WORDS
 from cbatch.jobs import report as reporting
 from cbatch.jobs.assemble import Layout
@@ -157,6 +157,10 @@ class _JobRun:
             self._run_rows(reader)
             self._writer.close()
             return self._finish(reader, surveyed, openai=opened.openai)
+        except OutputError as error:
+            journal = self._setup.paths.journal
+            hint = error.hint or f"the finished rows are safe in {journal}; run the same command again to go on"
+            raise OutputError(error.message, hint=hint) from error
         except Interrupted as interrupted:
             self._writer.close()
             self._check_locks()

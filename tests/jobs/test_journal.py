@@ -123,6 +123,25 @@ def test_a_damaged_line_in_the_middle_costs_no_other(tmp_path: Path, hole: bytes
     assert num_damaged >= 1
 
 
+@pytest.mark.parametrize("kept", [0, 2])
+def test_what_no_crash_did_is_not_cut_off(tmp_path: Path, kept: int) -> None:
+    """As where an editor of another system has saved it: the lines may be mended by hand."""
+    path = tmp_path / "j"
+    offsets = write(path, 5)
+    data = path.read_bytes()
+    start = offsets[kept] if kept else 0
+    damaged = data[:start] + data[start:].replace(b"\n", b"\r\n") + b'{"crc": "torn'
+    path.write_bytes(damaged)
+    journal, found, _, num_damaged = recover(path)
+    assert found == dict(enumerate(offsets[:kept]))
+    assert num_damaged == (5 - kept if kept else 6) + 1
+    assert path.read_bytes() == damaged[: damaged.rindex(b"\n") + 1]
+    again = journal.append(entry(7))
+    journal.flush()
+    journal.close()
+    assert recover(path)[1] == {**dict(enumerate(offsets[:kept])), 7: again}
+
+
 @pytest.mark.parametrize("cut", range(0, 700, 7))
 def test_every_cut_is_recovered(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "j"
