@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 INTERRUPTED_EXIT_CODE = 75
+MERGED = "_MERGED"  # in the folder of the parts, once a merge has begun to write
 RUN_AGAIN = "remove it and run that shard again: its finished rows are in its journal"
 _PART_NAME = re.compile(r"part-\d{5}-of-(\d{5})(\.\w+)")
 
@@ -47,7 +48,8 @@ class MergeSummary:
 def merge_parts(output: str, *, force_unlock: bool = False) -> MergeSummary:
     """Join the parts of a sharded job, named by its output, in order.
 
-    Raises UsageError where there are no parts, InputError where one is missing or does not belong, OutputError.
+    Raises UsageError where there are no parts, or an output of unknown origin, InputError where a part is missing or
+    does not belong, OutputError.
     """
     path = Path(output.rstrip("/").removesuffix(PARTS_SUFFIX))
     count = _count_parts(path)
@@ -64,11 +66,21 @@ def merge_parts(output: str, *, force_unlock: bool = False) -> MergeSummary:
             parts = [part_path(path, index, count) for index in range(count)]
             mark_success(path, count)
             report = merge_reports(parts)
+            _check_origin(path)
             num_rows = _MERGERS[path.suffix.lower()](path, parts, stop.check)
             write_report(report_path(path), report)
     except Interrupted as interrupted:
         return MergeSummary(INTERRUPTED_EXIT_CODE, path, reason=str(interrupted))
     return MergeSummary(EXIT_OK, path, count, num_rows)
+
+
+def _check_origin(output: Path) -> None:
+    """Refuse to write over what neither a merge nor a run has left; mark that from now on it is a merge's."""
+    mark = parts_folder(output) / MERGED
+    if output.exists() and not mark.exists() and not read_report(report_path(output)):
+        raise UsageError(f"{output} exists, and there is no report of it: it is of unknown origin", hint="move it away")
+    with writing(mark):
+        mark.touch()
 
 
 def _count_parts(output: Path) -> int:

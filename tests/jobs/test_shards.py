@@ -128,7 +128,11 @@ def test_a_killed_shard_goes_on_where_it_was(bench: Bench) -> None:
     with pytest.raises(EngineError):
         bench.run(shard="1/2")
     bench.engine_options = {}
-    assert bench.run(shard="1/2").rows_replayed == 24
+    journal = bench.path / "out.jsonl.parts" / "part-00001-of-00002.jsonl.journal.jsonl"
+    num_finished = journal.read_bytes().count(b'"result"')
+    assert 0 < num_finished <= 24
+    assert bench.run(shard="1/2").rows_replayed == num_finished
+    assert bench.engines[-1].num_started == 100 - num_finished
 
 
 def test_one_shard_may_lie_beyond_the_rows(bench: Bench) -> None:
@@ -250,6 +254,19 @@ def test_a_part_of_another_job_is_refused(bench: Bench, change: str) -> None:
     with pytest.raises(InputError, match="another job than the first part"):
         merge_parts(str(bench.output))
     assert not bench.output.exists()
+
+
+def test_an_output_of_unknown_origin_is_not_merged_over(bench: Bench) -> None:
+    for index in range(2):
+        bench.run(shard=f"{index}/2")
+    bench.output.write_text("precious\n")
+    with pytest.raises(UsageError, match=r"of unknown origin \(move it away\)"):
+        merge_parts(str(bench.output))
+    assert bench.output.read_text() == "precious\n"
+    bench.output.unlink()
+    assert merge_parts(str(bench.output)).rows == merge_parts(str(bench.output)).rows == len(ROWS)
+    (bench.path / "out.jsonl.report.json").unlink()  # as where a merge is killed between its two files
+    assert merge_parts(str(bench.output)).rows == len(ROWS)
 
 
 def test_nothing_to_merge_is_a_usage_error(bench: Bench) -> None:
