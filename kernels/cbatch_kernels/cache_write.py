@@ -14,6 +14,8 @@ import ctypes
 import torch
 from torch import Tensor
 
+from cbatch_kernels.elements import ELEMENTS
+
 
 def cache_write_ref(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slot_mapping: Tensor) -> None:
     """Write T keys and values to their slots, in place."""
@@ -50,7 +52,8 @@ class _Arguments(ctypes.Structure):  # as in csrc/cache_write.cpp
 def can_compile_cache_write(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor) -> bool:
     """Tell whether `cache_write_compiled` takes these tensors: heads in one piece, of the pages' dtype."""
     tensors = (key, value, key_pages, value_pages)
-    return all(t.stride(-1) == 1 and t.dtype == key.dtype and t.device.type == "cpu" for t in tensors)
+    same = all(t.stride(-1) == 1 and t.dtype == key.dtype and t.device.type == "cpu" for t in tensors)
+    return same and key.dtype in ELEMENTS
 
 
 def cache_write_compiled(

@@ -1,10 +1,11 @@
 """Builds the C++ kernels of csrc/ with this machine's compiler when they are first needed, and opens them.
 
-`load_kernels` is called by `dispatch`. One library holds all of csrc/*.cpp. It is kept in the user's cache under a hash
-of sources, flags, compiler and CPU, so a home folder that different machines share holds one for each, and nothing is
-built twice. Its last bytes are a digest of the rest: a damaged file is built again, never run. Processes that start at
-once may all build; each renames a finished file into place. Where the cache cannot be written the library is built
-for this process alone.
+`load_kernels` is called by `dispatch`. A library holds csrc/*.cpp for one type of numbers: a file that is named for
+another type is left out, since a run has one, and the others would take longer than all the rest. Libraries are kept in
+the user's cache under a hash of sources, flags, compiler and CPU, so a home folder that different machines share holds
+one for each, and nothing is built twice. The last bytes are a digest of the rest: a damaged file is built again, never
+run. Processes that start at once may all build; each renames a finished file into place. Where the cache cannot be
+written the library is built for this process alone.
 
 The sources need no headers but the standard library's and run their loops on the threads of torch's own OpenMP
 runtime, whose symbols torch has made visible (csrc/parallel.h). Leaves out what runs where nothing was built.
@@ -21,12 +22,14 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import torch  # noqa: F401  # brings the OpenMP runtime that the library is opened against
+import torch  # brings the OpenMP runtime that the library is opened against
+
+from cbatch_kernels.elements import ELEMENTS, element_name
 
 logger = logging.getLogger(__name__)
 
@@ -70,16 +73,24 @@ class BuildError(Exception):
 
 
 @cache
-def load_kernels() -> CompiledKernels:
-    """Open the kernels, building them first where this machine has not; once a process."""
+def load_kernels(dtype: torch.dtype) -> CompiledKernels:
+    """Open the kernels for a type in ELEMENTS, building them first where this machine has not; once a process."""
+    others = {element_name(other) for other in ELEMENTS if other != dtype}
+    sources = [file for file in sorted(SOURCES.glob("*.cpp")) if file.stem.rpartition("_")[2] not in others]
     try:
         compiler = find_compiler()
-        library = _open_cached(compiler)
+        library = _open_cached(compiler, sources)
     except BuildError as error:
-        logger.warning("no compiled CPU kernels, so PyTorch's slower operations run: %s", error)
+        _warn(str(error))
         return CompiledKernels(None, str(error))
     library.cbatch_instruction_set.restype = ctypes.c_char_p
     return CompiledKernels(library, f"built with {compiler.version}", library.cbatch_instruction_set().decode())
+
+
+@cache
+def _warn(reason: str) -> None:
+    """Say once why there are none."""
+    logger.warning("no compiled CPU kernels, so PyTorch's slower operations run: %s", reason)
 
 
 def find_compiler() -> Compiler:
@@ -95,23 +106,23 @@ def find_compiler() -> Compiler:
     raise BuildError(f"no C++ compiler was found ({looked_for})")
 
 
-def _open_cached(compiler: Compiler) -> ctypes.CDLL:
+def _open_cached(compiler: Compiler, sources: Sequence[Path]) -> ctypes.CDLL:
     """Open the library in the cache, or one built anew. Raises BuildError."""
-    name = f"cbatch-kernels-{_fingerprint(compiler)}.so"
+    name = f"cbatch-kernels-{_fingerprint(compiler, sources)}.so"
     folder = _cache_folder()
     if folder is not None:
         file = folder / name
         try:
             if not _is_whole(file):
                 folder.mkdir(parents=True, exist_ok=True)
-                _build_into(file, compiler)
+                _build_into(file, compiler, sources)
             return ctypes.CDLL(str(file))
         except OSError as error:
             logger.info("the kernels are built for this process alone: %s", error)
     with tempfile.TemporaryDirectory(prefix="cbatch-kernels-") as temporary:
         file = Path(temporary) / name
         try:
-            _build_into(file, compiler)
+            _build_into(file, compiler, sources)
             return ctypes.CDLL(str(file))  # stays mapped when the file is gone
         except OSError as error:
             raise BuildError(f"the built kernels cannot be opened: {error}") from error
@@ -127,10 +138,10 @@ def _cache_folder() -> Path | None:
         return None
 
 
-def _fingerprint(compiler: Compiler) -> str:
+def _fingerprint(compiler: Compiler, sources: Sequence[Path]) -> str:
     """Hash all that the built library depends on."""
     parts = [*compiler.command, compiler.version, *FLAGS, *map(repr, NATIVE_FLAGS), *_describe_cpu()]
-    for source in sorted(SOURCES.iterdir()):
+    for source in [*sources, *sorted(SOURCES.glob("*.h"))]:
         parts += [source.name, source.read_text(encoding="utf-8")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
@@ -156,12 +167,12 @@ def _is_whole(file: Path) -> bool:
     return hashlib.sha256(content[:-size]).digest() == content[-size:]
 
 
-def _build_into(file: Path, compiler: Compiler) -> None:
+def _build_into(file: Path, compiler: Compiler, sources: Sequence[Path]) -> None:
     """Compile and link, and rename the result into place. Raises BuildError; OSError where files cannot be written."""
     with tempfile.TemporaryDirectory(dir=file.parent, prefix="build-") as temporary:
         built = Path(temporary) / file.name
         for native in NATIVE_FLAGS:
-            failure = _compile(built, [*compiler.command, *FLAGS, *native])
+            failure = _compile(built, sources, [*compiler.command, *FLAGS, *native])
             if failure is None:
                 break
         else:
@@ -171,9 +182,9 @@ def _build_into(file: Path, compiler: Compiler) -> None:
         built.replace(file)
 
 
-def _compile(built: Path, command: list[str]) -> str | None:
+def _compile(built: Path, sources: Sequence[Path], command: list[str]) -> str | None:
     """Compile the sources side by side and link them; give the first line of what went wrong, if anything did."""
-    objects = {source: built.with_name(f"{source.stem}.o") for source in sorted(SOURCES.glob("*.cpp"))}
+    objects = {source: built.with_name(f"{source.stem}.o") for source in sources}
     started = [
         subprocess.Popen(
             [*command, "-c", str(source), "-o", str(compiled)],

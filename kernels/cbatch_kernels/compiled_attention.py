@@ -11,11 +11,11 @@ import ctypes
 import torch
 from torch import Tensor
 
-from cbatch_kernels.elements import ELEMENTS
+from cbatch_kernels.elements import ELEMENTS, element_name
 from cbatch_kernels.metadata import PagedMetadata
 
 HEAD_MULTIPLE = 8  # as in csrc/attention_tile.h
-_ENTRY_POINTS = {dtype: f"cbatch_paged_attention_{str(dtype).removeprefix('torch.')}" for dtype in ELEMENTS}
+_ENTRY_POINTS = {dtype: f"cbatch_paged_attention_{element_name(dtype)}" for dtype in ELEMENTS}
 
 
 class _Arguments(ctypes.Structure):  # as in csrc/paged_attention.h; strides count elements
@@ -52,7 +52,7 @@ class _Arguments(ctypes.Structure):  # as in csrc/paged_attention.h; strides cou
 def refuses_compiled_attention(dtype: torch.dtype, head_dim: int) -> str | None:
     """Say why the kernel cannot run a model; None where it can."""
     if dtype not in ELEMENTS:
-        return f"none for {str(dtype).removeprefix('torch.')}"
+        return f"none for {element_name(dtype)}"
     if head_dim % HEAD_MULTIPLE:
         return f"none for heads of {head_dim}, which is no multiple of {HEAD_MULTIPLE}"
     return None

@@ -44,7 +44,7 @@ def choose_attention(
         reason = f"there are no compiled kernels for {device.type}"
     elif (refused := refuses_compiled_attention(dtype, head_dim)) is not None:
         reason = f"the compiled kernels have {refused}"
-    elif (kernels := load_kernels()).library is None:
+    elif (kernels := load_kernels(dtype)).library is None:
         reason = kernels.reason
     else:
         return AttentionChoice(f"compiled for {kernels.instructions}", kernels.reason, gathers=False)
@@ -68,7 +68,10 @@ def paged_attention(
     With a `row_multiple`, as `fixed_order_attention`: what a token gets does not depend on the batch, to the bit.
     """
     attend: Callable[..., Tensor]
-    if takes_compiled_attention(query, key_pages, value_pages) and (library := load_kernels().library) is not None:
+    if (
+        takes_compiled_attention(query, key_pages, value_pages)
+        and (library := load_kernels(query.dtype).library) is not None
+    ):
         attend = partial(paged_attention_compiled, library)  # in a fixed order in any case
     elif row_multiple is not None:
         attend = partial(fixed_order_attention, row_multiple=row_multiple)
@@ -88,7 +91,8 @@ def paged_attention(
 
 def cache_write(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slot_mapping: Tensor) -> None:
     """Write new keys and values to their slots, in place; as `cache_write_ref`."""
-    if can_compile_cache_write(key, value, key_pages, value_pages) and (library := load_kernels().library) is not None:
+    takes = can_compile_cache_write(key, value, key_pages, value_pages)
+    if takes and (library := load_kernels(key.dtype).library) is not None:
         cache_write_compiled(library, key, value, key_pages, value_pages, slot_mapping)
     else:
         cache_write_ref(key, value, key_pages, value_pages, slot_mapping)
@@ -96,14 +100,14 @@ def cache_write(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tens
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise rows; as `rms_norm_ref`."""
-    if takes_compiled_rms_norm(x) and (library := load_kernels().library) is not None:
+    if takes_compiled_rms_norm(x) and (library := load_kernels(x.dtype).library) is not None:
         return rms_norm_compiled(library, x, weight, eps)
     return rms_norm_ref(x, weight, eps)
 
 
 def rope(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate heads in place; as `rope_ref`."""
-    if takes_compiled_rope(heads, cos, sin) and (library := load_kernels().library) is not None:
+    if takes_compiled_rope(heads, cos, sin) and (library := load_kernels(heads.dtype).library) is not None:
         rope_compiled(library, heads, cos, sin)
     else:
         rope_ref(heads, cos, sin)

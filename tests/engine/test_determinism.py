@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 @pytest.fixture
 def only_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a compiler."""
-    monkeypatch.setattr(dispatch, "load_kernels", lambda: CompiledKernels(None, "a test wants none"))
+    monkeypatch.setattr(dispatch, "load_kernels", lambda _: CompiledKernels(None, "a test wants none"))
 
 
 @pytest.fixture(

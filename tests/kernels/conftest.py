@@ -23,7 +23,7 @@ def nan_filled_memory() -> Iterator[None]:
 @pytest.fixture
 def only_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a compiler."""
-    monkeypatch.setattr(dispatch, "load_kernels", lambda: CompiledKernels(None, "a test wants none"))
+    monkeypatch.setattr(dispatch, "load_kernels", lambda _: CompiledKernels(None, "a test wants none"))
 
 
 @pytest.fixture(params=["reference", "compiled"])
@@ -32,7 +32,7 @@ def implementation(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if name == "reference":
         request.getfixturevalue("only_references")
-    elif load_kernels().library is None:
-        reason = load_kernels().reason
+    elif load_kernels(torch.float32).library is None:
+        reason = load_kernels(torch.float32).reason
         pytest.fail(reason) if "CI" in os.environ else pytest.skip(reason)
     return name

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from cbatch_kernels import compile as module
 from cbatch_kernels.compile import CompiledKernels
 
@@ -24,7 +25,8 @@ pytestmark = pytest.mark.skipif(
 
 def load() -> CompiledKernels:
     """As in a process that has not loaded them yet."""
-    return module.load_kernels.__wrapped__()
+    module._warn.cache_clear()
+    return module.load_kernels.__wrapped__(torch.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +62,20 @@ def test_the_library_is_built_once(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "_compile", None)  # whoever compiled would fail
     assert load().library is not None
     assert built(folder).suffix == ".so"
+
+
+def test_a_file_named_for_a_type_is_in_its_library_only(folder: Path) -> None:
+    for name in ("float32", "bfloat16"):
+        code = f'#include "parallel.h"\nCBATCH_API int cbatch_only_{name}() {{ return 7; }}\n'
+        (module.SOURCES / f"only_{name}.cpp").write_text(code)
+    library = load().library
+    assert library is not None
+    assert library.cbatch_only_float32() == 7
+    assert not hasattr(library, "cbatch_only_bfloat16")
+    before = built(folder)
+    (module.SOURCES / "only_bfloat16.cpp").write_text("other types' files do not count")
+    load()
+    assert built(folder) == before
 
 
 @pytest.mark.parametrize("what", ["FLAGS", "source", "compiler", "CPU"])
@@ -217,7 +233,7 @@ assert len(before) >= 3, before
 keys, pages = torch.randn(4096, 2, 32), torch.zeros(300, 2, 16, 32)
 dispatch.cache_write(keys, keys, pages, pages.clone(), torch.arange(4096))
 assert torch.equal(pages[3, :, 5], keys[53])
-assert dispatch.load_kernels().library is not None
+assert dispatch.load_kernels(keys.dtype).library is not None
 assert set(os.listdir("/proc/self/task")) == before
 maps = {line.split()[-1] for line in open("/proc/self/maps") if "r-xp" in line}
 assert sum("omp" in file for file in maps) == 1, maps

@@ -15,7 +15,7 @@ BUILT = CompiledKernels(object(), "built with c++ 1.0", "AVX2")  # type: ignore[
 
 
 def test_compiled_attention_copies_no_context_and_keeps_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "load_kernels", lambda: BUILT)
+    monkeypatch.setattr(dispatch, "load_kernels", lambda _: BUILT)
     for fixed_order in (False, True):
         choice = choose_attention(CPU, torch.float32, 64, fixed_order=fixed_order)
         assert choice == AttentionChoice("compiled for AVX2", "built with c++ 1.0", gathers=False)
@@ -47,7 +47,7 @@ def test_what_no_kernel_takes_builds_none(
 
 
 def test_tensors_that_the_kernel_does_not_take_go_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "load_kernels", lambda: BUILT)  # whose library would fail
+    monkeypatch.setattr(dispatch, "load_kernels", lambda _: BUILT)  # whose library would fail
     variant = Variant()
     case = build_case(variant, [(1, 9)])
     pages = case.key_pages.transpose(2, 3).contiguous().transpose(2, 3)

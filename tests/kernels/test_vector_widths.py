@@ -6,6 +6,8 @@ Sixteen are what AVX-512 has: twice the registers, and a half vector left over a
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -27,22 +29,26 @@ VARIANTS = [
 ]
 
 
+Load = Callable[[torch.dtype], CompiledKernels]
+
+
 @pytest.fixture(scope="module", params=["native", 4, 16])
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CompiledKernels:
+def load(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
     """Those of this machine, or ones built without optimisation for this module alone."""
     if request.param == "native":
-        return module.load_kernels()
+        yield module.load_kernels
+        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "FLAGS", (*module.FLAGS, "-O0", "-Wno-psabi", f"-DCBATCH_WIDTH={request.param}"))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return module.load_kernels.__wrapped__()
+        yield cache(module.load_kernels.__wrapped__)
 
 
 @pytest.fixture(autouse=True)
-def use(kernels: CompiledKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kernels.library is None:
+def use(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (kernels := load(torch.float32)).library is None:
         pytest.fail(kernels.reason) if "CI" in os.environ else pytest.skip(kernels.reason)
-    monkeypatch.setattr(dispatch, "load_kernels", lambda: kernels)
+    monkeypatch.setattr(dispatch, "load_kernels", load)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=repr)
