@@ -93,13 +93,16 @@ def open_binary(name: str) -> Iterator[io.BufferedReader]:
                 yield stream
 
 
-def read_chunks(name: str) -> Iterator[bytes]:
-    """Yield the decompressed bytes of an input. Raises InputError where it cannot be read further."""
+def read_chunks(name: str, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """Yield the decompressed bytes of an input, up to so many at a time where it is not compressed.
+
+    Raises InputError where it cannot be read further.
+    """
     with open_binary(name) as stream:
         head = stream.peek(max(len(encoding.magic) for encoding in ENCODINGS))
         encoding = next((encoding for encoding in ENCODINGS if head.startswith(encoding.magic)), None)
         if encoding is None:
-            while chunk := stream.read1(CHUNK_BYTES):
+            while chunk := stream.read1(chunk_bytes):
                 yield chunk
         elif encoding.read is not None:
             yield from encoding.read(stream)

@@ -14,6 +14,7 @@ from cbatch.io.sources import JSONL, FilePart, Part, Source
 from cbatch.io.streams import read_chunks
 
 PARQUET_MAGIC = b"PAR1"
+COUNT_BYTES = 1 << 16  # read at a time, little beside what reading the rows takes
 
 
 class RowCount:
@@ -53,4 +54,4 @@ def count_rows(part: Part) -> int | None:
         return int(pq.read_metadata(part.name).num_rows)
     if part.format is not JSONL:
         return None
-    return jsonl.count_rows(read_chunks(part.name))
+    return jsonl.count_rows(read_chunks(part.name, COUNT_BYTES))
