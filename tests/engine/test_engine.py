@@ -159,6 +159,17 @@ def test_many_requests_with_one_prefix_compute_it_once(loaded: LoadedModel) -> N
     )  # the header, each last prompt token, each first completion token
 
 
+def test_engines_of_one_process_share_no_blocks(loaded: LoadedModel, tmp_path: Path) -> None:
+    """Equal token ids mean other keys and values to another model."""
+    prompt = Prompt(0, make_tokens(40), greedy(6))
+    other = load_tiny(build_tiny("llama", tmp_path, seed=1))
+    (alone,) = run(make_engine(other, page_size=4), prompt)
+    first, second = make_engine(loaded, page_size=4), make_engine(other, page_size=4)
+    outputs = [run(engine, prompt)[0] for engine in (first, second, first)]
+    assert [output.metrics.cached_tokens for output in outputs] == [0, 0, 36]
+    assert outputs[1].token_ids == alone.token_ids != outputs[0].token_ids == outputs[2].token_ids
+
+
 @pytest.mark.parametrize("max_batch_tokens", [1, 2, 3])
 @pytest.mark.parametrize("max_requests", [1, 2])
 def test_steps_of_a_token_or_two_give_the_tokens_of_large_ones(
