@@ -36,7 +36,7 @@ class EngineConfig:
     allow_block_sharing: bool | None = None
     cpu_offload_space: float = 0.0  # GiB of host memory for the KV of requests that are moved out
     speculation: bool | None = None  # drafts of what the prompt says as well; None: in small batches
-    deterministic: bool = False  # the same bits whatever the batch
+    deterministic: bool | None = None  # the same bits whatever the batch; None: where that costs nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

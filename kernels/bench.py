@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from cbatch_kernels import dispatch
 from cbatch_kernels.cache_write import cache_write_ref
-from cbatch_kernels.linear import LinearWeight, linear, linear_ref, pack_linear, refuses_packing
+from cbatch_kernels.linear import linear, linear_ref, pack_linear, refuses_packing
 from cbatch_kernels.metadata import PagedMetadata
 from cbatch_kernels.paged_attention import paged_attention_ref
 from cbatch_kernels.rms_norm import rms_norm_ref
@@ -192,12 +192,12 @@ def _rope(sizes: Sizes) -> Timed:
 def _linear(sizes: Sizes) -> Timed:
     """A layer that widens what it gets four times."""
     x, weight = sizes.draw(sizes.num_tokens, sizes.hidden), sizes.draw(4 * sizes.hidden, sizes.hidden)
-    plain = LinearWeight(weight, None, packed=False)
-    refused = refuses_packing(weight.dtype, weight.device)
-    layer = plain if refused is not None else pack_linear(weight)
+    if (refused := refuses_packing(weight.dtype, weight.device)) is not None:
+        sys.exit(f"there are no packed layers to time: {refused}")
+    layer = pack_linear(weight)
     return Timed(
         lambda: linear(x, layer, "silu"),
-        lambda: linear_ref(x, plain, "silu"),
+        lambda: linear_ref(x, weight, None, "silu"),
         weight.nbytes + 5 * x.nbytes,
         2 * sizes.num_tokens * weight.numel(),
     )

@@ -39,13 +39,13 @@ def check_deterministic(shape: ModelShape, device: torch.device) -> None:
 
 def decide_deterministic(config: EngineConfig, loaded: ModelOutline, attention: AttentionChoice) -> tuple[bool, str]:
     """Tell whether results do not depend on the batch, and why: asked for, or so in any case."""
-    if config.deterministic:
-        return True, "given"
+    if config.deterministic is not None:
+        return config.deterministic, "given"
     if not isinstance(loaded, LoadedModel):
         return False, "known once the weights are loaded"
     if loaded.device.type != "cpu" or loaded.shape.has_experts or attention.gathers or not _hold(loaded, rows=1):
         return False, "off by default where it costs speed"
-    return True, "at no cost here: packed products and compiled attention give a row the same bits in any batch"
+    return True, "at no cost here: products and compiled attention give a row the same bits in any batch"
 
 
 def row_multiple(loaded: LoadedModel) -> int:

@@ -111,7 +111,8 @@ class Engine:
             max_model_len=plan.max_model_len,
             allow_block_sharing=plan.allow_block_sharing,
         )
-        rows = row_multiple(loaded) if plan.deterministic else None
+        # Where it costs nothing there is nothing to be done for it.
+        rows = row_multiple(loaded) if config.deterministic else None
         try:
             runner = ModelRunner(loaded, cache.pool, cache.allocators, plan.num_host_pages, rows)
         except (MemoryError, RuntimeError) as error:
@@ -302,7 +303,7 @@ def plan_over(
     """
     check_config(config, loaded.shape)
     attention = dispatch.choose_attention(
-        loaded.device, loaded.dtype, loaded.shape.head_dim, fixed_order=config.deterministic
+        loaded.device, loaded.dtype, loaded.shape.head_dim, fixed_order=bool(config.deterministic)
     )
     return plan_engine(config, loaded, memory or free_memory(loaded.device), attention, mode)
 

@@ -7,13 +7,14 @@ other scheduler; only the order in which requests run differs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
 
+from cbatch.engine.cache.manager import CacheManager
 from cbatch.engine.prefix_groups import PrefixGroupQueue
 from cbatch.engine.request import Request
 from cbatch.engine.scheduler import Scheduler
-from cbatch.engine.step import FinishedRequest, StepPlan
+from cbatch.engine.speculation import Results
+from cbatch.engine.step import FinishedRequest, StepLimits, StepPlan
 
 CONFIDENT_AFTER = 16  # finished requests, before their lengths tell anything of the next
 MARGIN = 1.25  # over their mean
@@ -25,15 +26,13 @@ class OfflineScheduler(Scheduler):
     default_safety_margin = 0.0  # admission reserves what is expected instead
     waiting_batches = 16
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, cache: CacheManager, limits: StepLimits, *, safety_margin: float = 0.0, num_host_pages: int = 0
+    ) -> None:
+        super().__init__(cache, limits, safety_margin=safety_margin, num_host_pages=num_host_pages)
         self.waiting = PrefixGroupQueue(self.cache.hash_blocks, self.expected_tokens)
         self._num_ended = 0  # requests that could end by themselves and did, or reached their limit
         self._tokens_ended = 0  # that they generated
-
-    def order_active(self) -> Iterable[Request]:
-        decodes, prefills = self._split_active()
-        return [*decodes, *prefills]
 
     def expected_tokens(self, request: Request) -> int:
         """Count the tokens that a request will have in the cache: to its limit where nothing else is known."""
@@ -43,8 +42,8 @@ class OfflineScheduler(Scheduler):
         expected = int(MARGIN * self._tokens_ended / self._num_ended)
         return min(most, max(request.num_tokens, request.num_prompt_tokens + expected))
 
-    def update(self, plan: StepPlan, *args: Any, **kwargs: Any) -> list[FinishedRequest]:
-        finished = super().update(plan, *args, **kwargs)
+    def update(self, plan: StepPlan, results: Sequence[Results], now: float) -> list[FinishedRequest]:
+        finished = super().update(plan, results, now)
         for request in (f.request for f in finished):
             if not request.prompt.sampling.ignore_eos:
                 self._num_ended += 1

@@ -17,10 +17,6 @@ class FifoScheduler(Scheduler):
 
     default_safety_margin = 0.15
 
-    def order_active(self) -> Iterable[Request]:
-        decodes, prefills = self._split_active()
-        return [*decodes, *prefills]
-
 
 class PrefillFirstScheduler(Scheduler):
     """Prompts that were split are completed before decoding resumes; then waiting requests in arrival order."""

@@ -20,7 +20,7 @@ from cbatch.engine.sampling import sample
 from cbatch.engine.speculation import Results, accept
 from cbatch.engine.step import StepPlan
 from cbatch.errors import RowError
-from cbatch.models.attention import FULL_ATTENTION, SLIDING_ATTENTION, PagedStep
+from cbatch.models.attention import PagedStep, name_layer_type
 from cbatch.models.load import LoadedModel
 
 
@@ -57,7 +57,7 @@ class ModelRunner:
         self._layer_keys = [self.key_pages[offset:] for offset in offsets]
         self._layer_values = [self.value_pages[offset:] for offset in offsets]
         windows = [shape.sliding_windows[allocator.layers[0]] for allocator in allocators]
-        self._types = [FULL_ATTENTION if w is None else f"{SLIDING_ATTENTION}, {w} tokens" for w in windows]
+        self._types = [name_layer_type(window) for window in windows]
         type_of = {layer: i for i, allocator in enumerate(allocators) for layer in allocator.layers}
         self._layer_types = [self._types[type_of[layer]] for layer in range(shape.num_layers)]
         self._num_tokens = loaded.num_choosable

@@ -6,7 +6,6 @@ the requests of its batch and a bounded number of waiting ones, however many wai
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from cbatch.engine.stopping import Stop
 from cbatch.errors import RowError
 
 
-class Scheduler(ABC):
+class Scheduler:
     """The mechanism that all policies share.
 
     A policy orders the candidates of a step; one that is there for comparison (`modes`) also says who may join and
@@ -42,9 +41,10 @@ class Scheduler(ABC):
         self.waiting: deque[Request] | PrefixGroupQueue = deque()
         self.active: list[Request] = []  # in the order in which they were admitted
 
-    @abstractmethod
     def order_active(self) -> Iterable[Request]:
-        """Give the active requests in the order in which they get the step's budget."""
+        """Give the active requests in the order in which they get the step's budget: who generates before prompts."""
+        decodes, prefills = self._split_active()
+        return [*decodes, *prefills]
 
     def expected_tokens(self, request: Request) -> int:
         """Count the tokens for which an admitted request is given room beforehand: those that it has."""

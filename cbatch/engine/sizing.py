@@ -1,9 +1,8 @@
 """How many bytes each consumer of memory takes: one formula a consumer, added up by the plan.
 
-The numbers follow from what the forward pass, attention and the sampler allocate. On a CPU, in float32,
-their sum with weights and cache was within 5 % of the measured peaks of SmolLM2-135M, Gemma-3-270M and a random Llama,
-with small caches and with large ones; a test repeats the last. Leaves out what is decided with it, and what is there
-before: the tokenizer.
+The numbers follow from what the forward pass, attention and the sampler allocate. A test holds their sum, with cache
+and what loading took, to a tenth of the measured peak of a random Llama with small caches and large ones, on a CPU in
+float32. Leaves out what is decided with it, and what is there before: the tokenizer.
 """
 
 from __future__ import annotations

@@ -22,6 +22,11 @@ FULL_ATTENTION = "full_attention"  # the types of layers, as in transformers' `l
 SLIDING_ATTENTION = "sliding_attention"
 
 
+def name_layer_type(sliding_window: int | None) -> str:
+    """Name the type of a layer by its window in tokens, None for the whole context: what `PagedStep` knows it by."""
+    return FULL_ATTENTION if sliding_window is None else f"{SLIDING_ATTENTION}, {sliding_window} tokens"
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
     """One step's batch as the layers of one attention type see it."""
@@ -36,7 +41,7 @@ class PagedStep:
 
     key_pages: Sequence[Tensor]  # [num_pages, kv_heads, page_size, head_dim], written in place
     value_pages: Sequence[Tensor]  # as key_pages
-    layer_types: Sequence[str]  # FULL_ATTENTION, or a name for each window: the keys of `inputs`
+    layer_types: Sequence[str]  # by `name_layer_type`: the keys of `inputs`
     inputs: Mapping[str, AttentionInputs]
     row_multiple: int | None = None  # where results may not depend on the batch: what rows are padded to
 

@@ -27,7 +27,6 @@ class FusedLinear(nn.Module):
     def __init__(self, module: nn.Linear, pack: Pack) -> None:
         super().__init__()
         self.layer = pack(module.weight, module.bias)
-        self.in_features = module.in_features
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.layer)

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cbatch.errors import EngineError
-from cbatch.models.attention import FULL_ATTENTION, SLIDING_ATTENTION, AttentionInputs, PagedStep
+from cbatch.models.attention import AttentionInputs, PagedStep, name_layer_type
 from cbatch.models.fused import FusedAttention, FusedLayer, FusedLinear, FusedMLP, FusedRMSNorm, Pack
 from cbatch.models.inspect import ModelShape
+from cbatch.units import ceil_div
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ def _activation(model: PreTrainedModel) -> Activation | None:
 
 def _logits(model: PreTrainedModel, shape: ModelShape, device: torch.device) -> Tensor:
     """Run a prompt of random tokens over a cache of its own: [CHECKED_TOKENS, vocab], float32."""
-    num_pages = -(-CHECKED_TOKENS // CHECKED_PAGE_SIZE)
+    num_pages = ceil_div(CHECKED_TOKENS, CHECKED_PAGE_SIZE)
     pages = (shape.num_layers, num_pages, shape.num_kv_heads, CHECKED_PAGE_SIZE, shape.head_dim)
     keys = torch.zeros(pages, dtype=model.dtype, device=device)
     values = torch.zeros_like(keys)
@@ -134,7 +135,7 @@ def _logits(model: PreTrainedModel, shape: ModelShape, device: torch.device) -> 
     table = torch.arange(num_pages, dtype=torch.int32, device=device)[None]
     metadata = PagedMetadata.build(length, length, table)
     inputs = AttentionInputs(torch.arange(CHECKED_TOKENS, device=device), metadata)
-    types = [FULL_ATTENTION if w is None else f"{SLIDING_ATTENTION}, {w} tokens" for w in shape.sliding_windows]
+    types = [name_layer_type(window) for window in shape.sliding_windows]
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(shape.vocab_size, (1, CHECKED_TOKENS), generator=generator).to(device)
     output = model(

@@ -15,7 +15,6 @@ All arithmetic is float32. Called through `dispatch` where determinism is asked 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,23 +23,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cbatch_kernels.metadata import PagedMetadata
+from cbatch_kernels.variant import Variant
 
 KEY_BLOCK = 256
 MAX_SCORES = 2**22  # of one piece of work, padding included
 MAX_GATHERED_TOKENS = 8_192  # by the decode rows of one piece
 
 RowNumbers = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class _Variant:
-    """How scores become weights: what is the same for the whole call."""
-
-    scaling: float
-    sliding_window: int | None
-    softcap: float | None
-    sinks: Tensor | None  # float32 [kv_heads, group]
-    row_multiple: int
 
 
 def fixed_order_attention(
@@ -59,18 +48,12 @@ def fixed_order_attention(
     num_tokens, num_heads, head_dim = query.shape
     kv_heads = key_pages.shape[1]
     grouped = query.reshape(num_tokens, kv_heads, num_heads // kv_heads, head_dim).float()
-    variant = _Variant(
-        scaling,
-        sliding_window,
-        softcap,
-        None if sinks is None else sinks.float().reshape(kv_heads, -1),
-        row_multiple,
-    )
+    variant = Variant.build(kv_heads, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
     out = torch.zeros_like(grouped)
     for sequences, tokens in _pieces(metadata, num_heads, row_multiple, sliding_window):
         # [R, Q, kv_heads, group, D]: R sequences of Q query tokens each
         piece = grouped[tokens]
-        out[tokens] = _attend(piece, key_pages, value_pages, metadata, sequences, tokens, variant)
+        out[tokens] = _attend(piece, key_pages, value_pages, metadata, sequences, tokens, variant, row_multiple)
     return out.flatten(1, 2).to(query.dtype)
 
 
@@ -107,7 +90,8 @@ def _attend(
     metadata: PagedMetadata,
     sequences: RowNumbers,
     tokens: RowNumbers,
-    variant: _Variant,
+    variant: Variant,
+    row_multiple: int,
 ) -> Tensor:
     """Attend query [R, Q, kv_heads, group, D] of the `tokens` [R, Q] of `sequences` [R]; the result likewise."""
     rows, num_queries, kv_heads, group, head_dim = query.shape
@@ -129,12 +113,10 @@ def _attend(
         key_pages, value_pages, metadata, sequences, keys - starts[:, None], np.asarray(visible.any(1))
     )
 
-    padded = -(-group * num_queries // variant.row_multiple) * variant.row_multiple
+    padded = -(-group * num_queries // row_multiple) * row_multiple
     flat = query.permute(0, 2, 3, 1, 4).reshape(rows * kv_heads, group * num_queries, head_dim)
     flat = pad(flat, (0, 0, 0, padded - flat.shape[1]))
-    scores = torch.bmm(flat, key.transpose(1, 2)) * variant.scaling
-    if variant.softcap is not None:
-        scores = torch.tanh(scores / variant.softcap) * variant.softcap
+    scores = variant.cap(torch.bmm(flat, key.transpose(1, 2)) * variant.scaling)
     real = scores[:, : group * num_queries].view(rows, kv_heads, group, num_queries, -1)
     real.masked_fill_(~torch.from_numpy(visible).to(query.device)[:, None, None], float("-inf"))
     attended = _weigh(scores, value, num_blocks, _sink_rows(variant.sinks, rows, num_queries, padded))

@@ -25,11 +25,10 @@ _ONEDNN_ACTIVATIONS = {"silu": ("swish", None), "gelu": ("gelu", "none"), "gelu_
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """A linear layer's parameters; `packed` tells whether `weight` has oneDNN's own layout, opaque to all else."""
+    """A linear layer's parameters, the weight in oneDNN's own layout, opaque to all else."""
 
     weight: Tensor
     bias: Tensor | None
-    packed: bool
 
 
 def refuses_packing(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -47,13 +46,11 @@ def refuses_packing(dtype: torch.dtype, device: torch.device) -> str | None:
 
 def pack_linear(weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
     """Copy a weight [out_features, in_features] into oneDNN's layout. RuntimeError where the CPU cannot."""
-    return LinearWeight(torch.ops.mkldnn._reorder_linear_weight(weight), bias, packed=True)
+    return LinearWeight(torch.ops.mkldnn._reorder_linear_weight(weight), bias)
 
 
 def linear(x: Tensor, layer: LinearWeight, activation: Activation | None = None) -> Tensor:
     """Multiply, add the bias, activate: [..., out_features]."""
-    if not layer.packed:
-        return linear_ref(x, layer, activation)
     name, algorithm = _ONEDNN_ACTIVATIONS[activation] if activation is not None else ("none", None)
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, layer.weight, layer.bias, name, [], algorithm)
     return product
@@ -61,15 +58,13 @@ def linear(x: Tensor, layer: LinearWeight, activation: Activation | None = None)
 
 def linear_combine(x: Tensor, layer: LinearWeight, other: Tensor, how: Combination) -> Tensor:
     """Multiply, add the bias, then add or multiply `other`: [..., out_features], a new tensor."""
-    if not layer.packed:
-        return linear_combine_ref(x, layer, other, how)
     product: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, layer.weight, layer.bias, how)
     return product
 
 
-def linear_ref(x: Tensor, layer: LinearWeight, activation: Activation | None = None) -> Tensor:
-    """As `linear`, over a weight that is not packed."""
-    product = functional.linear(x, layer.weight, layer.bias)
+def linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> Tensor:
+    """As `linear`, over a weight as PyTorch has it."""
+    product = functional.linear(x, weight, bias)
     if activation is None:
         return product
     if activation == "silu":
@@ -77,7 +72,7 @@ def linear_ref(x: Tensor, layer: LinearWeight, activation: Activation | None = N
     return functional.gelu(product, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none")
 
 
-def linear_combine_ref(x: Tensor, layer: LinearWeight, other: Tensor, how: Combination) -> Tensor:
-    """As `linear_combine`, over a weight that is not packed."""
-    product = functional.linear(x, layer.weight, layer.bias)
+def linear_combine_ref(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor, how: Combination) -> Tensor:
+    """As `linear_combine`, over a weight as PyTorch has it."""
+    product = functional.linear(x, weight, bias)
     return product.add_(other) if how == "add" else product.mul_(other)

@@ -19,7 +19,6 @@ Sources: PagedAttention (arXiv:2309.06180); the window as in transformers/maskin
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -28,21 +27,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from cbatch_kernels.metadata import PagedMetadata
+from cbatch_kernels.variant import Variant
 
 QUERY_TILE = 256  # query tokens of a prompt that share one mask
 MAX_GATHERED_TOKENS = 16_384  # context tokens copied out of the pages at a time for single-token rows
 
 RowNumbers = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class _Variant:
-    """How scores become weights: what is the same for the whole call."""
-
-    scaling: float
-    sliding_window: int | None
-    softcap: float | None
-    sinks: Tensor | None  # [kv_heads, group]
 
 
 def paged_attention_ref(
@@ -60,7 +50,7 @@ def paged_attention_ref(
     num_tokens, num_heads, head_dim = query.shape
     kv_heads = key_pages.shape[1]
     grouped = query.reshape(num_tokens, kv_heads, num_heads // kv_heads, head_dim)
-    variant = _Variant(scaling, sliding_window, softcap, None if sinks is None else sinks.reshape(kv_heads, -1))
+    variant = Variant.build(kv_heads, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
 
     out = query.new_empty(num_tokens, kv_heads, num_heads // kv_heads, head_dim)
     out[metadata.num_query_tokens :] = 0
@@ -108,7 +98,7 @@ def _attend_decode_rows(
     value_pages: Tensor,
     metadata: PagedMetadata,
     rows: RowNumbers,
-    variant: _Variant,
+    variant: Variant,
 ) -> None:
     """Attend rows of one query token each, padded to the longest span among them; writes their rows of `out`."""
     page_size = key_pages.shape[2]
@@ -139,7 +129,7 @@ def _attend_prompt(
     value_pages: Tensor,
     metadata: PagedMetadata,
     sequence: int,
-    variant: _Variant,
+    variant: Variant,
 ) -> None:
     """Attend one sequence's query tokens [Q, kv_heads, group, head_dim], tile by tile; writes all of `out`."""
     page_size = key_pages.shape[2]
@@ -174,7 +164,7 @@ def _gather(pages: Tensor, page_numbers: Tensor) -> Tensor:
     return pages[page_numbers[:, None], heads].flatten(2, 3)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, variant: _Variant) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, variant: Variant) -> Tensor:
     """Attend query [R, kv_heads, group, Q, D] to key, value [R, kv_heads, N, D] under a mask [R, Q, N]."""
     if variant.softcap is None and variant.sinks is None:
         rows, kv_heads, group, num_queries, head_dim = query.shape
@@ -194,15 +184,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, variant:
     return _attend_plainly(query, key, value, visible, variant)
 
 
-def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, variant: _Variant) -> Tensor:
+def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, variant: Variant) -> Tensor:
     """As `_attend`, in float32 and with the soft-cap and the sinks that PyTorch's own attention lacks."""
     keys, values = key.float()[:, :, None], value.float()[:, :, None]
-    scores = torch.matmul(query.float(), keys.transpose(-1, -2)) * variant.scaling
-    if variant.softcap is not None:
-        scores = torch.tanh(scores / variant.softcap) * variant.softcap
+    scores = variant.cap(torch.matmul(query.float(), keys.transpose(-1, -2)) * variant.scaling)
     scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
     if variant.sinks is not None:
-        sink = variant.sinks.float()[None, :, :, None, None].expand(*scores.shape[:-1], 1)
+        sink = variant.sinks[None, :, :, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sink), dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : key.shape[2]]
     return torch.matmul(weights, values).to(query.dtype)

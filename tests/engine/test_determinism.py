@@ -117,3 +117,27 @@ def test_it_is_a_setting_with_a_reason(loaded: LoadedModel) -> None:
     assert settings["deterministic"] == {"value": True, "reason": "given"}
     choice = choose_attention(loaded.device, loaded.dtype, loaded.shape.head_dim, fixed_order=True)
     assert settings["attention"] == {"value": choice.name, "reason": choice.reason}
+
+
+def test_it_is_on_by_default_exactly_where_nothing_is_lost_by_it(loaded: LoadedModel) -> None:
+    prompts = make_prompts()
+    results, engine = run(loaded, prompts, deterministic=None)
+    setting = engine.plan.settings()["deterministic"]
+    attention = choose_attention(loaded.device, loaded.dtype, loaded.shape.head_dim)
+    is_free = not attention.gathers and determinism.row_multiple(loaded) == 1
+    assert setting["value"] == is_free
+    assert ("at no cost" in str(setting["reason"])) == is_free
+    if is_free:
+        cut, _ = run(loaded, prompts, deterministic=None, max_batch_tokens=7)
+        assert cut == results
+
+
+@pytest.mark.usefixtures("only_references")
+def test_it_is_off_by_default_where_it_would_cost_speed(loaded: LoadedModel) -> None:
+    _, engine = run(loaded, [], deterministic=None)
+    assert engine.plan.settings()["deterministic"] == {"value": False, "reason": "off by default where it costs speed"}
+
+
+def test_it_can_be_left_out_where_it_is_free(loaded: LoadedModel) -> None:
+    _, engine = run(loaded, [], deterministic=False)
+    assert engine.plan.settings()["deterministic"] == {"value": False, "reason": "given"}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from cbatch_kernels.dispatch import paged_attention
 from cbatch_kernels.metadata import PagedMetadata
 from torch import Tensor
 
@@ -41,6 +42,21 @@ class Case:
     value_pages: Tensor
     metadata: PagedMetadata
     sinks: Tensor | None
+
+
+def run(case: Case, variant: Variant, row_multiple: int | None = None) -> Tensor:
+    """Attend as an attention layer does."""
+    return paged_attention(
+        case.query,
+        case.key_pages,
+        case.value_pages,
+        case.metadata,
+        scaling=variant.scaling,
+        sliding_window=variant.sliding_window,
+        softcap=variant.softcap,
+        sinks=case.sinks,
+        row_multiple=row_multiple,
+    )
 
 
 def build_case(

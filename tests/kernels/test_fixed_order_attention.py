@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 from cbatch_kernels import fixed_order_attention as module
-from cbatch_kernels.dispatch import paged_attention
 from cbatch_kernels.metadata import PagedMetadata
 from torch import Tensor
 
-from tests.kernels.oracle import TOLERANCE, Case, Variant, attend, build_case
+from tests.kernels.oracle import TOLERANCE, Case, Variant, attend, build_case, run
 
 pytestmark = pytest.mark.usefixtures("implementation")
 
@@ -32,27 +31,13 @@ VARIANTS = [
 ]
 
 
-def run(case: Case, variant: Variant) -> Tensor:
-    return paged_attention(
-        case.query,
-        case.key_pages,
-        case.value_pages,
-        case.metadata,
-        scaling=variant.scaling,
-        sliding_window=variant.sliding_window,
-        softcap=variant.softcap,
-        sinks=case.sinks,
-        row_multiple=ROWS,
-    )
-
-
 @pytest.mark.parametrize("variant", VARIANTS, ids=repr)
 @pytest.mark.parametrize("most", [None, 1], ids=["whole", "cut"])
 def test_a_mixed_batch_equals_the_oracle(variant: Variant, most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if most is not None:
         monkeypatch.setattr(module, "MAX_SCORES", most)
     case = build_case(variant, LENS, padding=3)
-    result = run(case, variant)
+    result = run(case, variant, ROWS)
     num_tokens, tolerance = case.metadata.num_query_tokens, TOLERANCE[variant.dtype]
     assert result.dtype == variant.dtype
     torch.testing.assert_close(result[:num_tokens].double(), attend(case, variant), atol=tolerance, rtol=tolerance)
@@ -83,7 +68,7 @@ def part(case: Case, lens: list[tuple[int, int]], wanted: list[tuple[int, int, i
 def test_bits_do_not_depend_on_chunks_and_neighbours(variant: Variant) -> None:
     lens = [(600, 600), (90, 90), (290, 290)]
     case = build_case(variant, lens)
-    whole = run(case, variant)
+    whole = run(case, variant, ROWS)
     window, page_size = variant.sliding_window, variant.page_size
 
     def expected(sequence: int, first: int, end: int) -> Tensor:
@@ -99,7 +84,7 @@ def test_bits_do_not_depend_on_chunks_and_neighbours(variant: Variant) -> None:
         least = min(first for _, first, _ in wanted)
         drops = [0] if window is None else {0, max(0, least - window + 1) // page_size}
         for drop in drops:
-            result = run(part(case, lens, wanted, drop), variant)
+            result = run(part(case, lens, wanted, drop), variant, ROWS)
             assert torch.equal(result, torch.cat([expected(*span) for span in wanted])), (wanted, drop)
 
 
@@ -111,15 +96,15 @@ def test_bits_depend_neither_on_who_shares_pages_nor_on_threads(
     lens = [(1, 200), (1, 150), (1, 149), (1, 90), (1, 200), (1, 70), (30, 160)]
     case = build_case(variant, lens, shared_pages=64 // variant.page_size)
     before = torch.get_num_threads()
-    together = run(case, variant)
+    together = run(case, variant, ROWS)
     if implementation == "compiled":  # the reference needs more rows for more threads
         torch.set_num_threads(num_threads)
     try:
-        assert torch.equal(run(case, variant), together)
+        assert torch.equal(run(case, variant, ROWS), together)
         first = 0
         for sequence, (num_queries, context) in enumerate(lens):
             alone = part(case, lens, [(sequence, context - num_queries, context)], 0)
-            assert torch.equal(run(alone, variant), together[first : first + num_queries])
+            assert torch.equal(run(alone, variant, ROWS), together[first : first + num_queries])
             first += num_queries
     finally:
         torch.set_num_threads(before)
@@ -142,7 +127,7 @@ def test_long_contexts_that_threads_share_equal_the_oracle_and_themselves(
     results = []
     for num_threads in (before, 1, 4) if implementation == "compiled" else (before,):
         torch.set_num_threads(num_threads)
-        results.append(run(case, variant))
+        results.append(run(case, variant, ROWS))
     torch.set_num_threads(before)
     torch.testing.assert_close(results[0].double(), attend(case, variant), atol=tolerance, rtol=tolerance)
     assert all(torch.equal(result, results[0]) for result in results)

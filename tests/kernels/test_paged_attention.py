@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 import torch
 from cbatch_kernels import paged_attention as module
-from cbatch_kernels.dispatch import paged_attention
-from torch import Tensor
 
-from tests.kernels.oracle import TOLERANCE, Case, Variant, attend, build_case
+from tests.kernels.oracle import TOLERANCE, Case, Variant, attend, build_case, run
 
 pytestmark = pytest.mark.usefixtures("implementation")
 
@@ -41,19 +39,6 @@ VARIANTS = [
     Variant(dtype=torch.float16),
     Variant(dtype=torch.float16, sliding_window=9, softcap=5.0),
 ]
-
-
-def run(case: Case, variant: Variant) -> Tensor:
-    return paged_attention(
-        case.query,
-        case.key_pages,
-        case.value_pages,
-        case.metadata,
-        scaling=variant.scaling,
-        sliding_window=variant.sliding_window,
-        softcap=variant.softcap,
-        sinks=case.sinks,
-    )
 
 
 def check(case: Case, variant: Variant) -> None:

@@ -18,7 +18,7 @@ from cbatch_kernels.dispatch import cache_write, paged_attention, rms_norm, rope
 from cbatch_kernels.rms_norm import rms_norm_ref
 from cbatch_kernels.rope import rope_ref
 
-from tests.kernels.oracle import TOLERANCE, Variant, attend, build_case
+from tests.kernels.oracle import TOLERANCE, Variant, attend, build_case, run
 
 LENS = [(1, 1), (1, 70), (1, 64), (1, 40), (9, 75), (40, 40)]
 VARIANTS = [
@@ -54,16 +54,7 @@ def use(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("variant", VARIANTS, ids=repr)
 def test_attention_equals_the_oracle(variant: Variant) -> None:
     case = build_case(variant, LENS)
-    result = paged_attention(
-        case.query,
-        case.key_pages,
-        case.value_pages,
-        case.metadata,
-        scaling=variant.scaling,
-        sliding_window=variant.sliding_window,
-        softcap=variant.softcap,
-        sinks=case.sinks,
-    )
+    result = run(case, variant)
     tolerance = TOLERANCE[variant.dtype]
     torch.testing.assert_close(result.double(), attend(case, variant), atol=tolerance, rtol=tolerance)
 

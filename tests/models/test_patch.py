@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cbatch_kernels import linear as packing
-from cbatch_kernels.linear import LinearWeight, linear, linear_combine, linear_combine_ref, linear_ref, pack_linear
+from cbatch_kernels.linear import linear, linear_combine, linear_combine_ref, linear_ref, pack_linear
 from torch import nn
 
 from cbatch.config import EngineConfig
@@ -120,12 +120,12 @@ def test_packed_products_equal_plain_ones(activation: packing.Activation | None,
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(24, 40, generator=generator), torch.randn(7, 40, generator=generator)
     offset = torch.randn(24, generator=generator) if bias else None
-    packed, plain = pack_linear(weight, offset), LinearWeight(weight, offset, packed=False)
+    packed = pack_linear(weight, offset)
     other = torch.randn(7, 24, generator=generator)
-    torch.testing.assert_close(linear(x, packed, activation), linear_ref(x, plain, activation))
+    torch.testing.assert_close(linear(x, packed, activation), linear_ref(x, weight, offset, activation))
     for how in ("add", "mul"):
         torch.testing.assert_close(
-            linear_combine(x, packed, other.clone(), how), linear_combine_ref(x, plain, other, how)
+            linear_combine(x, packed, other.clone(), how), linear_combine_ref(x, weight, offset, other, how)
         )
     assert torch.equal(
         linear_combine(x, packed, other, "add"), linear_combine(x, packed, other, "add")
