@@ -85,6 +85,7 @@ class StubTokenizer:
 class StubPlan:
     max_model_len: int = 4096
     max_requests_per_batch: int = 8
+    mode: str = "continuous+chunked"
     num_host_pages: int = 0
     layer_windows: tuple[int | None, ...] = (None,)
 

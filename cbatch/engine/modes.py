@@ -77,6 +77,7 @@ def _has_prompt(plan: StepPlan) -> bool:
 class Mode:
     """One way to batch. `scheduler` takes the place of the configured one; None leaves that."""
 
+    name: str
     scheduler: type[Scheduler] | None = None
     max_requests_per_batch: int | None = None  # the plan's, where None
 
@@ -96,8 +97,11 @@ class Mode:
 
 NAIVE, STATIC, CONTINUOUS, CHUNKED = "naive", "static", "continuous", "continuous+chunked"
 MODES: dict[str, Mode] = {
-    NAIVE: Mode(WholePromptScheduler, max_requests_per_batch=1),
-    STATIC: Mode(StaticScheduler),
-    CONTINUOUS: Mode(WholePromptScheduler),
-    CHUNKED: Mode(),
+    mode.name: mode
+    for mode in (
+        Mode(NAIVE, WholePromptScheduler, max_requests_per_batch=1),
+        Mode(STATIC, StaticScheduler),
+        Mode(CONTINUOUS, WholePromptScheduler),
+        Mode(CHUNKED),
+    )
 }

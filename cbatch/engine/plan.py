@@ -68,6 +68,7 @@ class EnginePlan:
     device: str
     num_threads: int
     patched: bool  # whether fused modules stand in for transformers' own
+    mode: str  # how requests are batched, as asked for and not decided
     max_model_len: int
     layer_windows: tuple[int | None, ...]  # tokens that a layer attends to, None for all: the model's, not decided
     page_size: int
@@ -152,6 +153,7 @@ def plan_engine(
         device=str(device),
         num_threads=loaded.num_threads,
         patched=loaded.patched,
+        mode=mode.name,
         max_model_len=max_model_len,
         layer_windows=shape.sliding_windows,
         page_size=page_size,

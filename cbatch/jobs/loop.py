@@ -34,6 +34,9 @@ class Plan(Protocol):
     def max_requests_per_batch(self) -> int: ...
 
     @property
+    def mode(self) -> str: ...
+
+    @property
     def num_host_pages(self) -> int: ...
 
     @property

@@ -42,13 +42,14 @@ def tracing(engine: BatchEngine, path: Path, session: int, say: Callable[[str], 
 
 
 def describe_session(engine: BatchEngine) -> dict[str, Any]:
-    """Return what a step's figures mean: when they count from, the plan, and the layers by attention window."""
+    """Return what a step's figures mean: when they count from, how requests were batched, the plan, and the layers."""
     windows = sorted(engine.plan.layer_windows, key=lambda window: window or 0)
     return {
         "started_at": jsonform.format_utc(time.time()),
+        "mode": engine.plan.mode,
         "settings": {name: setting["value"] for name, setting in engine.plan.settings().items()},
         "num_host_pages": engine.plan.num_host_pages,
-        "layers": [[window, len(list(layers))] for window, layers in groupby(windows)],  # None: the whole context
+        "layers": [[window, len(list(layers))] for window, layers in groupby(windows)],  # by attention window
     }
 
 

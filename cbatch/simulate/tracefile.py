@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cbatch.engine.modes import CHUNKED
 from cbatch.errors import InputError
 from cbatch.io.gziplog import read_log
 from cbatch.jobs.paths import trace_path
@@ -72,6 +73,7 @@ class TracedSession:
     settings: dict[str, Any]
     layers: list[tuple[int | None, int]]
     num_host_pages: int = 0
+    mode: str = CHUNKED  # how requests were batched
     finished: list[FinishedLengths] = field(default_factory=list)
     _columns: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in COLUMNS})
 
@@ -155,7 +157,8 @@ def read_trace(path: Path) -> list[TracedSession]:
     for line in read_log(path):
         if "session" in line:
             layers = [(window, count) for window, count in line["layers"]]
-            sessions.append(TracedSession(line["session"], line["settings"], layers, line.get("num_host_pages", 0)))
+            pages, mode = line.get("num_host_pages", 0), line.get("mode", CHUNKED)
+            sessions.append(TracedSession(line["session"], line["settings"], layers, pages, mode))
         elif sessions:
             sessions[-1].add(line)
     sessions = [session for session in sessions if session.num_steps]

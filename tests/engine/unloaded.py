@@ -46,6 +46,7 @@ def make_plan(**settings: Any) -> EnginePlan:
         "dtype": "float32",
         "device": "cpu",
         "num_threads": 1,
+        "mode": "continuous+chunked",
         "max_model_len": 4096,
         "layer_windows": (None,),
         "page_size": 16,
@@ -64,12 +65,12 @@ def make_plan(**settings: Any) -> EnginePlan:
     values.setdefault("safety_margin", SCHEDULERS[values["scheduler_type"]].default_safety_margin)
     names = {field.name for field in fields(EnginePlan)} - {"reasons"}
     values |= dict.fromkeys(names - values.keys(), False)
-    return EnginePlan(**values, reasons=dict.fromkeys(names - {"layer_windows"}, "as the test wants it"))
+    return EnginePlan(**values, reasons=dict.fromkeys(names - {"layer_windows", "mode"}, "as the test wants it"))
 
 
 def make_unloaded(runner: Runner | None = None, *, mode: str = "continuous+chunked", **settings: Any) -> Engine:
     """An engine with these settings of its plan."""
-    plan = make_plan(**settings)
+    plan = make_plan(mode=mode, **settings)
     cache = build_cache(
         plan.layer_windows,
         num_blocks=plan.num_blocks,

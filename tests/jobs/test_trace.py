@@ -44,6 +44,7 @@ def test_a_trace_has_its_session_and_every_step(bench: Bench) -> None:
         {"max_requests_per_batch": 8},
         [[None, 1]],
     )
+    assert session["mode"] == "continuous+chunked"
     assert len(steps) == bench.report()["steps"]
     assert steps[0]["at_s"] == 0
     assert [step["at_s"] for step in steps] == sorted(step["at_s"] for step in steps)

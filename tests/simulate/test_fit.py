@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cbatch.engine.modes import MODES
 from cbatch.errors import InputError
 from cbatch.simulate.calibration import fit_calibration
 from cbatch.simulate.cost import CostModel
@@ -105,3 +106,9 @@ def test_too_few_steps_are_said(tmp_path: Path, clock: Clock) -> None:
     sessions = traced_run(tmp_path / "t.gz", clock, [(5, 0, 3)])
     with pytest.raises(InputError, match="3 steps are too few"):
         fit_cost(sessions)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_trace_says_how_its_run_batched(tmp_path: Path, clock: Clock, mode: str) -> None:
+    (session,) = traced_run(tmp_path / "t.gz", clock, draw(0, 10, prompts=(5, 30), outputs=(2, 6)), mode=mode)
+    assert session.mode == mode
