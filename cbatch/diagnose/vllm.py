@@ -31,6 +31,7 @@ OPTIONS = {
 }
 # Of a GPU with 70 GiB or more that is no A100; vllm/engine/arg_utils.py, get_batch_defaults.
 DEFAULT_BATCH_TOKENS, DEFAULT_REQUESTS = 8_192, 1_024
+UNITS = {"k": 1_000, "K": 1_024, "m": 1_000_000, "M": 1 << 20}
 
 
 @dataclass(slots=True)
@@ -77,15 +78,15 @@ def parse_command(text: str) -> VllmCommand:
     given, positional = _options(words)
     command = VllmCommand(model=given.pop("model", None) or (positional[0] if positional else None))
     engine = command.engine
-    engine["page_size"] = _take(given, "block-size", int)
-    engine["num_blocks"] = _take(given, "num-gpu-blocks-override", int)
+    engine["page_size"] = _take(given, "block-size", _count)
+    engine["num_blocks"] = _take(given, "num-gpu-blocks-override", _count)
     engine["max_model_len"] = _take(given, "max-model-len", _length)
-    tokens, requests = _take(given, "max-num-batched-tokens", _length), _take(given, "max-num-seqs", int)
+    tokens, requests = _take(given, "max-num-batched-tokens", _length), _take(given, "max-num-seqs", _count)
     engine["max_batch_tokens"] = tokens or max(DEFAULT_BATCH_TOKENS, requests or 0)
     engine["max_requests_per_batch"] = min(requests or DEFAULT_REQUESTS, engine["max_batch_tokens"])
     engine["allow_block_sharing"] = _flag(given, "enable-prefix-caching") is not False
-    command.gpu_memory_utilization = _take(given, "gpu-memory-utilization", float)
-    command.scheduler_steps = _take(given, "num-scheduler-steps", int)
+    command.gpu_memory_utilization = _take(given, "gpu-memory-utilization", _share)
+    command.scheduler_steps = _take(given, "num-scheduler-steps", _count)
     command.features = _features(given, engine, tokens, requests, command.scheduler_steps)
     command.ignored = sorted(f"--{name}" for name in given)
     return command
@@ -100,7 +101,7 @@ def _features(
     return VllmFeatures(
         speculation=config is not None,
         draft_model=by_draft and "eagle" not in method.lower(),
-        pipeline_parallel=(_take(given, "pipeline-parallel-size", int) or 1) > 1,
+        pipeline_parallel=(_take(given, "pipeline-parallel-size", _count) or 1) > 1,
         lora=_flag(given, "enable-lora") is True,
         pooling=given.pop("task", None) in ("embed", "embedding", "classify", "score", "reward")
         or given.pop("runner", None) == "pooling",
@@ -158,20 +159,42 @@ def _flag(given: dict[str, Any], name: str) -> bool | None:
 
 
 def _take(given: dict[str, Any], name: str, convert: Callable[[str], Any]) -> Any:
+    """Read an option's value; None where it was not given. `convert` raises ValueError with what it must be."""
     value = given.pop(name, None)
     if value is None:
         return None
     try:
-        if value is not True:
-            return convert(value)
-    except ValueError:
-        pass
-    raise UsageError(f"--{name} must be a number: it is {'missing' if value is True else repr(value)}")
+        return convert("" if value is True else value)
+    except ValueError as error:
+        said = "missing" if value is True else repr(value)
+        raise UsageError(f"--{name} must be {error}: it is {said}") from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError("a whole number, 1 or more")
+    return int(text)
 
 
 def _length(text: str) -> int | None:
-    """Read a number of tokens: 8192, 8k (thousands), 8K (of 1024)."""
+    """Read a number of tokens: 8192, 8k (thousands), 8K (of 1024); None where vLLM finds it out."""
     if text in ("auto", "-1"):
         return None
-    scale = {"k": 1_000, "K": 1_024, "m": 1_000_000, "M": 1 << 20}.get(text[-1:], 1)
-    return int(float(text.rstrip("kKmM")) * scale)
+    number, unit = text.rstrip("kKmM"), text[-1:]
+    try:
+        length = int(float(number) * UNITS.get(unit, 1))
+    except (ValueError, OverflowError):
+        length = 0
+    if length < 1 or len(text) > len(number) + 1:
+        raise ValueError("a whole number, 1 or more, with k, K, m or M behind it or without")
+    return length
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ValueError("a number above 0, and 1 at most")
+    return share
