@@ -16,10 +16,13 @@ from cbatch.engine.scheduler import Scheduler
 from cbatch.engine.step import StepLimits
 from cbatch.errors import UsageError
 
+HINT = "correct it where it is given: an option, a calibration or a trace"
+COUNTS = ("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_model_len")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedEngine:
-    """Settings under the names that the engine's own have."""
+    """Settings under the names that the engine's own have. Raises UsageError for what no engine can have."""
 
     page_size: int
     num_blocks: int
@@ -32,14 +35,40 @@ class SimulatedEngine:
     num_host_pages: int = 0
     layer_windows: tuple[int | None, ...] = (None,)  # one layer stands for all of a model without windows
 
-    def changed(self, values: Mapping[str, Any]) -> SimulatedEngine:
-        """Give the engine with those of `values` that it has, None aside. Raises UsageError where it cannot be."""
-        known = {field.name for field in fields(self)}
-        engine = replace(self, **{k: v for k, v in values.items() if k in known and v is not None})
-        if engine.scheduler_type not in SCHEDULERS:
+    def __post_init__(self) -> None:
+        for name in COUNTS:
+            _check_count(name, getattr(self, name), least=1)
+        _check_count("num_host_pages", self.num_host_pages, least=0)
+        for window in self.layer_windows:
+            _check_count("layer_windows", window or 1, least=1)
+        margin = self.safety_margin
+        if margin is not None and (not isinstance(margin, int | float) or not 0 <= margin < 1):
+            raise UsageError(f"safety_margin is {margin!r}; it must be at least 0 and below 1", hint=HINT)
+        if self.scheduler_type not in SCHEDULERS:
             known_types = ", ".join(SCHEDULERS)
-            raise UsageError(f"unknown scheduler_type '{engine.scheduler_type}'", hint=f"known: {known_types}")
-        return engine
+            raise UsageError(f"unknown scheduler_type '{self.scheduler_type}'", hint=f"known: {known_types}")
+
+    def changed(self, values: Mapping[str, Any]) -> SimulatedEngine:
+        """Give the engine with those of `values` that it has, None aside. Raises UsageError where it cannot be.
+
+        Pages of another size leave the cache as many tokens as it had, unless its blocks are given as well; another
+        scheduler has its own default margin.
+        """
+        known = {field.name for field in fields(self)}
+        given = {k: v for k, v in values.items() if k in known and v is not None}
+        if self.safety_margin == SCHEDULERS[self.scheduler_type].default_safety_margin:
+            given.setdefault("safety_margin", None)
+        page_size = given.get("page_size", self.page_size)
+        _check_count("page_size", page_size, least=1)
+        for name in ("num_blocks", "num_host_pages"):
+            given.setdefault(name, getattr(self, name) * self.page_size // page_size)
+        if given["num_blocks"] == 0 and values.get("num_blocks") is None:
+            num_tokens = self.num_blocks * self.page_size
+            raise UsageError(
+                f"a page of {page_size} tokens is larger than the whole cache, of {num_tokens}",
+                hint="lower --page-size, or give --num-blocks as well",
+            )
+        return replace(self, **given)
 
     def build(self, mode: Mode) -> tuple[CacheManager, Scheduler]:
         """Build the real cache and the real scheduler of a mode, as `Engine` does."""
@@ -65,3 +94,8 @@ class SimulatedEngine:
             num_host_pages=self.num_host_pages,
         )
         return cache, scheduler
+
+
+def _check_count(name: str, value: object, *, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{name} is {value!r}; it must be a whole number, at least {least}", hint=HINT)

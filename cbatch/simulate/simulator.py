@@ -85,6 +85,7 @@ class Simulator:
         """Take a step, and those like it that follow before anybody can join."""
         began = self._now
         plan = self._scheduler.schedule(began)
+        assert plan.items, "a step of nothing, after which the next would be the same"
         duration = self._duration(plan)
         ended = self._now = began + duration
         load = self._cache.load(self._scheduler.num_filled(plan)) if self._recorder is not None else None

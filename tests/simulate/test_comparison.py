@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cbatch.config import SimulateConfig
+from cbatch.engine.modes import CHUNKED, MODES
 from cbatch.errors import CbatchError, InputError, UsageError
 from cbatch.simulate import comparison as comparison_module
 from cbatch.simulate.calibration import Calibration, load_calibration
@@ -168,3 +170,43 @@ def test_a_trace_that_says_too_little_is_said(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no step"):
         prepare(fit=str(tmp_path / "out"))
     assert Calibration(COST, ENGINE, "x").engine.changed({"unknown": 1}) == ENGINE
+
+
+@pytest.mark.parametrize(
+    "name", ["page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_model_len"]
+)
+@pytest.mark.parametrize("value", [0, -1, 2.5, "16", True])
+def test_an_engine_without_a_whole_count_of_everything_is_refused(name: str, value: object, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"{name} is {value!r}; it must be a whole number, at least 1"):
+        ENGINE.changed({name: value})
+    Calibration(COST, ENGINE, "x").save(tmp_path / "kept.json")
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    kept["engine"][name] = value
+    (tmp_path / "kept.json").write_text(json.dumps(kept))
+    with pytest.raises(UsageError, match=name):
+        load_calibration(tmp_path / "kept.json")
+
+
+@pytest.mark.parametrize("wrong", [{"safety_margin": 1.0}, {"scheduler_type": "lifo"}, {"num_host_pages": -1}])
+def test_other_settings_that_no_engine_has_are_refused_too(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        ENGINE.changed(wrong)
+
+
+def test_pages_of_another_size_leave_the_cache_its_tokens() -> None:
+    assert ENGINE.changed({"page_size": 64}).num_blocks == 100
+    assert ENGINE.changed({"page_size": 64, "num_blocks": 7}).num_blocks == 7
+    assert ENGINE.changed({"page_size": 16}) == ENGINE
+    with pytest.raises(UsageError, match="a page of 6401 tokens is larger than the whole cache, of 6400"):
+        ENGINE.changed({"page_size": 6401})
+
+
+def test_another_scheduler_has_its_own_margin_unless_one_was_given() -> None:
+    def margin(engine: SimulatedEngine) -> float:
+        return engine.build(MODES[CHUNKED])[1]._safety_margin
+
+    default, given = replace(ENGINE, safety_margin=0.15), replace(ENGINE, safety_margin=0.3)
+    assert margin(default.changed({"scheduler_type": "offline"})) == 0
+    assert margin(default.changed({"page_size": 32})) == 0.15
+    assert margin(given.changed({"scheduler_type": "offline"})) == 0.3
+    assert margin(default.changed({"scheduler_type": "offline", "safety_margin": 0.15})) == 0.15
