@@ -93,7 +93,7 @@ def prepare_comparison(config: SimulateConfig, engine_settings: Mapping[str, Any
         engine = replace(engine, allow_block_sharing=False)  # there is nothing to find, and hashes take time
     preset = _preset(config)
     reserved = config.reserve or (preset.reserved_tokens if preset is not None else None)
-    cases = [Case(UNPAGED, STATIC, unpaged(engine, reserved))] if reserved is not None else []
+    cases = [Case(UNPAGED, STATIC, engine.unpaged(reserved))] if reserved is not None else []
     cases += [Case(mode, mode, engine) for mode in modes]
     is_that_run = bool(sessions) and not engine_settings and not _is_drawn(config) and config.arrivals is None
     report = read_report(report_path(Path(config.fit))) if config.fit is not None else {}
@@ -105,22 +105,6 @@ def prepare_comparison(config: SimulateConfig, engine_settings: Mapping[str, Any
         tuple(cases),
         sum(session.duration_s for session in sessions) if is_that_run and config.lengths is None else None,
         float(report.get("load_s") or 0.0),
-    )
-
-
-def unpaged(engine: SimulatedEngine, reserved_tokens: int) -> SimulatedEngine:
-    """Give the engine with a cache of as many bytes, in pieces each of which is all that a request ever takes."""
-    num_tokens = engine.num_blocks * engine.page_size
-    if reserved_tokens > num_tokens:
-        raise UsageError(
-            f"a cache of {num_tokens} tokens holds no request that reserves {reserved_tokens}", hint="lower --reserve"
-        )
-    return replace(
-        engine,
-        page_size=reserved_tokens,
-        num_blocks=num_tokens // reserved_tokens,
-        allow_block_sharing=False,
-        safety_margin=0.0,
     )
 
 

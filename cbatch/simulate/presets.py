@@ -42,7 +42,7 @@ PRESETS = {
         ),
         engine=SimulatedEngine(
             page_size=16,
-            num_blocks=22_016,
+            num_blocks=16_384,
             max_batch_tokens=1_280,
             max_requests_per_batch=128,
             max_model_len=8_192,

@@ -33,8 +33,10 @@ class RepeatedStep(NamedTuple):
 class Repeater:
     """Repeats steps of one scheduler."""
 
-    def __init__(self, scheduler: Scheduler, cache: CacheManager, cost: CostModel, *, shares: bool) -> None:
-        """`shares` says whether blocks of prompts are shared."""
+    def __init__(
+        self, scheduler: Scheduler, cache: CacheManager, cost: CostModel, *, shares: bool, read_size: int
+    ) -> None:
+        """`shares` says whether blocks of prompts are shared; contexts are read in multiples of `read_size` tokens."""
         self._scheduler = scheduler
         self._cache = cache
         self._cost = cost
@@ -43,13 +45,13 @@ class Repeater:
         is_known = isinstance(scheduler, FifoScheduler | PrefillFirstScheduler)  # whoever waits there needs room only
         self._can_repeat = is_plain
         self._can_repeat_while_some_wait = is_plain and is_known and not shares
-        self._page_size = allocators[0].page_size
+        self._page_size, self._read_size = allocators[0].page_size, read_size
         self._num_layers = len(allocators[0].layers)
 
-    def repeat(self, plan: StepPlan, now: float, arrival: float, sampled: int) -> list[RepeatedStep]:
+    def repeat(self, plan: StepPlan, kv_tokens: float, now: float, arrival: float, sampled: int) -> list[RepeatedStep]:
         """Take the steps that follow `plan`'s and are like it, and begin before the next `arrival` that can be let in.
 
-        Every request gets the token `sampled` in each of them.
+        That step read `kv_tokens`. Every request gets the token `sampled` in each of them.
         """
         active = self._scheduler.active
         if not len(active) == len(plan.items) == plan.num_tokens == plan.num_decode_tokens or not active:
@@ -61,7 +63,7 @@ class Repeater:
             count //= 2
         if count < LEAST:
             return []
-        steps = self._steps(active, plan, now, count, arrival)
+        steps = self._steps(active, kv_tokens, now, count, arrival)
         self._move_on(active, [step.began + step.duration for step in steps], sampled)
         return steps
 
@@ -76,24 +78,23 @@ class Repeater:
         return cache.has_room(needed) and num_pages <= limits.max_pages_read
 
     def _steps(
-        self, active: list[Request], plan: StepPlan, now: float, count: int, arrival: float
+        self, active: list[Request], kv_tokens: float, now: float, count: int, arrival: float
     ) -> list[RepeatedStep]:
         """Time the steps one by one: in each, those requests whose page is full begin another."""
-        num_at_place = [0] * self._page_size
-        for request in active:
-            num_at_place[request.num_computed_tokens % self._page_size] += 1
+        at_page = _count_places(active, self._page_size)
+        at_read = _count_places(active, self._read_size)
         pool, num_requests = self._cache.pool, len(active)
         total = pool.num_usable * pool.pages_per_chunk
-        tokens_per_page = self._cache.tokens_in_pages(1)
-        num_owned, num_read = self._cache.allocators[0].num_owned_blocks * self._num_layers, plan.num_pages_read
+        num_owned = self._cache.allocators[0].num_owned_blocks * self._num_layers
         steps: list[RepeatedStep] = []
         for number in range(count):
             if now >= arrival:
                 break
-            num_new = num_at_place[-number % self._page_size] * self._num_layers
-            num_owned, num_read = num_owned + num_new, num_read + num_new
-            if num_new or not steps:
-                duration = self._cost.step_s(num_requests, num_read * tokens_per_page, num_requests, 0)
+            num_owned += at_page[-number % self._page_size] * self._num_layers
+            num_longer = at_read[-number % self._read_size]
+            kv_tokens += num_longer * self._read_size
+            if num_longer or not steps:
+                duration = self._cost.step_s(num_requests, kv_tokens, num_requests, 0)
             steps.append(RepeatedStep(now, duration, num_owned / total))
             now += duration
         return steps
@@ -110,3 +111,11 @@ class Repeater:
             request.num_computed_tokens = request.num_ever_computed = before + count
             request.computed_tokens += count
             self._cache.commit(request, before)
+
+
+def _count_places(requests: list[Request], size: int) -> list[int]:
+    """Count the requests by the number of tokens behind the last full `size` of them."""
+    counts = [0] * size
+    for request in requests:
+        counts[request.num_computed_tokens % size] += 1
+    return counts

@@ -34,6 +34,7 @@ class SimulatedEngine:
     allow_block_sharing: bool = True
     num_host_pages: int = 0
     layer_windows: tuple[int | None, ...] = (None,)  # one layer stands for all of a model without windows
+    has_pages: bool = True  # else a page is all that a request ever gets, taken at once; only what is in it is read
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -69,6 +70,32 @@ class SimulatedEngine:
                 hint="lower --page-size, or give --num-blocks as well",
             )
         return replace(self, **given)
+
+    def unpaged(self, reserved_tokens: int) -> SimulatedEngine:
+        """Give the engine with a cache of as many bytes, of which every request reserves so many tokens as it joins.
+
+        What does not fit into a reservation never runs. Raises UsageError where the cache holds no reservation.
+        """
+        num_tokens = self.num_blocks * self.page_size
+        if reserved_tokens > num_tokens:
+            raise UsageError(
+                f"a cache of {num_tokens} tokens holds no request that reserves {reserved_tokens}",
+                hint="lower --reserve, or raise --num-blocks",
+            )
+        return replace(
+            self,
+            page_size=reserved_tokens,
+            num_blocks=num_tokens // reserved_tokens,
+            max_model_len=min(self.max_model_len, reserved_tokens),
+            allow_block_sharing=False,
+            safety_margin=0.0,
+            has_pages=False,
+        )
+
+    @property
+    def read_size(self) -> int:
+        """The tokens in whose multiples a request's context is read."""
+        return self.page_size if self.has_pages else 1
 
     def build(self, mode: Mode) -> tuple[CacheManager, Scheduler]:
         """Build the real cache and the real scheduler of a mode, as `Engine` does."""

@@ -7,6 +7,7 @@ end a completion but its length.
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from cbatch.config import SamplingParams
 from cbatch.engine.modes import CHUNKED, MODES
@@ -37,10 +38,18 @@ class Simulator:
         self._cache, self._scheduler = engine.build(MODES[mode])
         self._window = self._scheduler.waiting_batches * engine.max_requests_per_batch
         self._recorder = StepRecorder(observer) if observer is not None else None
-        self._repeater = Repeater(self._scheduler, self._cache, cost, shares=engine.allow_block_sharing)
+        self._repeater = Repeater(
+            self._scheduler, self._cache, cost, shares=engine.allow_block_sharing, read_size=engine.read_size
+        )
+        self._windows = Counter(engine.layer_windows)
         self._tally = Tally()
         self._now = 0.0
         self._num_given = 0
+
+    @property
+    def most_tokens(self) -> int:
+        """Count the tokens of the longest request that can run, completion included; the last one has no KV."""
+        return min(self._engine.max_model_len, self._cache.max_tokens_ever + 1)
 
     def run(
         self, workload: Workload, *, goodput_ttft: float | None = None, goodput_itl: float | None = None
@@ -63,8 +72,7 @@ class Simulator:
 
     def _give(self, work: Work) -> None:
         """Queue a request, unless it can never fit."""
-        num_tokens = work.prompt_tokens + work.output_tokens
-        if num_tokens > min(self._engine.max_model_len, self._cache.max_tokens_ever + 1):
+        if work.num_tokens > self.most_tokens:
             self._tally.refused += 1
             return
         number = self._num_given
@@ -86,7 +94,8 @@ class Simulator:
         began = self._now
         plan = self._scheduler.schedule(began)
         assert plan.items, "a step of nothing, after which the next would be the same"
-        duration = self._duration(plan)
+        kv_tokens = self._kv_tokens(plan)
+        duration = self._duration(plan, kv_tokens)
         ended = self._now = began + duration
         load = self._cache.load(self._scheduler.num_filled(plan)) if self._recorder is not None else None
         self._tally.count_step(began, duration, len(plan.items), self._cache.usage)
@@ -96,13 +105,23 @@ class Simulator:
         if self._recorder is not None and load is not None:
             self._recorder.record(self._scheduler, plan, load, finished, StepTimes(began, began, ended, ended))
             return
-        for step in self._repeater.repeat(plan, ended, next_arrival, SAMPLED):
+        for step in self._repeater.repeat(plan, kv_tokens, ended, next_arrival, SAMPLED):
             self._tally.count_step(step.began, step.duration, len(plan.items), step.usage)
             self._now = step.began + step.duration
 
-    def _duration(self, plan: StepPlan) -> float:
+    def _kv_tokens(self, plan: StepPlan) -> float:
+        """Count the tokens of context that a step reads, over requests, averaged over layers."""
+        if self._engine.has_pages:
+            return self._cache.tokens_in_pages(plan.num_pages_read)
+        shares = [(i.num_computed_before + i.num_tokens, i.num_tokens) for i in plan.items]
+        read = sum(
+            sum(reached if window is None else min(reached, window + new - 1) for reached, new in shares) * num_layers
+            for window, num_layers in self._windows.items()
+        )
+        return read / self._windows.total()
+
+    def _duration(self, plan: StepPlan, kv_tokens: float) -> float:
         num_pairs = 0
         if self._cost.per_pair_s and plan.num_tokens > len(plan.items):
             num_pairs = plan.num_pairs
-        kv_tokens = self._cache.tokens_in_pages(plan.num_pages_read)
         return self._cost.step_s(plan.num_tokens, kv_tokens, len(plan.items), num_pairs)

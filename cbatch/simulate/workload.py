@@ -30,6 +30,11 @@ class Work(NamedTuple):
     arrival_s: float = 0.0
     shared_tokens: int = 0  # of the prompt, at its start, the same in all requests
 
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and completion."""
+        return self.prompt_tokens + self.output_tokens
+
 
 class Workload(Protocol):
     """Requests in the order in which they arrive."""

@@ -14,7 +14,7 @@ from cbatch.engine.modes import CHUNKED, MODES
 from cbatch.errors import CbatchError, InputError, UsageError
 from cbatch.simulate import comparison as comparison_module
 from cbatch.simulate.calibration import Calibration, load_calibration
-from cbatch.simulate.comparison import UNPAGED, prepare_comparison, unpaged
+from cbatch.simulate.comparison import UNPAGED, prepare_comparison
 from cbatch.simulate.cost import CostModel
 from cbatch.simulate.presets import PRESETS
 from cbatch.simulate.settings import SimulatedEngine
@@ -95,13 +95,22 @@ def test_nothing_is_hashed_where_nothing_is_shared() -> None:
 
 
 def test_an_engine_without_pages_holds_as_many_requests_as_it_can_reserve_for() -> None:
-    engine = unpaged(ENGINE, 1000)
+    engine = ENGINE.unpaged(1000)
     works = GivenWorkload([Work(20, 20)] * 48)
     figures = Simulator(engine, COST, mode="static").run(works)
     assert engine.num_blocks == 6
     assert figures.mean_running == pytest.approx(6, abs=0.4)
     with pytest.raises(UsageError, match="holds no request"):
-        unpaged(ENGINE, 10_000)
+        ENGINE.unpaged(10_000)
+
+
+def test_a_request_without_pages_takes_its_reservation_at_once_and_reads_what_is_in_it() -> None:
+    reading = CostModel(per_step_s=0, per_query_token_s=0, per_kv_token_s=1, per_request_s=0)
+    simulator = Simulator(ENGINE.unpaged(1000), reading, mode="static")
+    figures = simulator.run(GivenWorkload([Work(20, 3), Work(900, 100), Work(900, 101)]))
+    assert figures.refused == 1, "there is no second reservation for what outgrows the first"
+    assert figures.duration_s == (20 + 900) + (21 + 901) + (22 + 902) + sum(range(903, 1000))
+    assert figures.mean_cache_usage == pytest.approx((1 + 3 * 2 + 97) / 6 / 101), "the prompts take a step each"
 
 
 def test_shards_are_simulated_each_by_itself() -> None:

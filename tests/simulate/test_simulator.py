@@ -181,11 +181,15 @@ def test_the_same_is_simulated_twice() -> None:
     assert Simulator(engine_of(), COST).run(works) == Simulator(engine_of(), COST).run(works)
 
 
+RESERVING = {"has_pages": False, "page_size": 128, "num_blocks": 6, "max_model_len": 128, "allow_block_sharing": False}
+QUICK = {**{name: settings for name, settings in ENGINES.items() if name != "sliding"}, "reserving": RESERVING}
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", [name for name in ENGINES if name != "sliding"])
+@pytest.mark.parametrize("name", QUICK)
 def test_steps_that_are_taken_at_once_come_to_the_same(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     works = [work._replace(arrival_s=0.03 * i) for i, work in enumerate(draw(seed=11, count=40))]
-    settings = {k: v for k, v in ENGINES[name].items() if k != "layer_windows"}
+    settings: dict[str, Any] = QUICK[name]
     at_once: list[int] = []
     move_on = Repeater._move_on
 
