@@ -12,7 +12,7 @@ from typing import Any
 
 from cbatch.config import SimulateConfig
 from cbatch.engine.modes import CHUNKED, MODES, STATIC
-from cbatch.errors import UsageError
+from cbatch.errors import InputError, UsageError
 from cbatch.jobs.paths import report_path
 from cbatch.jobs.report import read_report
 from cbatch.simulate.calibration import Calibration, fit_calibration, load_calibration, preset_calibration
@@ -95,6 +95,8 @@ def prepare_comparison(config: SimulateConfig, engine_settings: Mapping[str, Any
     reserved = config.reserve or (preset.reserved_tokens if preset is not None else None)
     cases = [Case(UNPAGED, STATIC, engine.unpaged(reserved))] if reserved is not None else []
     cases += [Case(mode, mode, engine) for mode in modes]
+    for case in cases:
+        _check_any_fits(case, Simulator(case.engine, calibration.cost, mode=case.mode).most_tokens, workload)
     is_that_run = bool(sessions) and not engine_settings and not _is_drawn(config) and config.arrivals is None
     report = read_report(report_path(Path(config.fit))) if config.fit is not None else {}
     return Comparison(
@@ -106,6 +108,18 @@ def prepare_comparison(config: SimulateConfig, engine_settings: Mapping[str, Any
         sum(session.duration_s for session in sessions) if is_that_run and config.lengths is None else None,
         float(report.get("load_s") or 0.0),
     )
+
+
+def _check_any_fits(case: Case, most_tokens: int, workload: Workload) -> None:
+    """Refuse a case in which every request would be refused; one that refuses some counts them."""
+    if not any(work.num_tokens <= most_tokens for work in workload):
+        shortest = min(work.num_tokens for work in workload)
+        raise UsageError(
+            f"no request can run in '{case.name}': the shortest has {shortest} tokens, its completion included, and a "
+            f"request may have {most_tokens}",
+            hint=f"raise {'--num-blocks or --max-model-len' if case.engine.has_pages else '--reserve'}, "
+            "or take shorter requests",
+        )
 
 
 def _modes(text: str) -> Sequence[str]:
@@ -143,6 +157,8 @@ def _workload(config: SimulateConfig, engine: SimulatedEngine, sessions: Sequenc
             f"--{name.replace('_', '-')} draws requests, and --lengths gives them", hint="give one of them"
         )
     given = read_lengths(config.lengths) if config.lengths is not None else traced_lengths(sessions)
+    if len(given) == 0:
+        raise InputError(f"no request finished in the trace of {config.fit}", hint="trace a longer run")
     return given if config.arrivals is None else arriving(given, config.arrivals, config.seed)
 
 
@@ -152,9 +168,20 @@ def _drawn(config: SimulateConfig, engine: SimulatedEngine) -> SyntheticWorkload
     outputs = config.output_tokens or (preset.output_tokens if preset else DEFAULT_OUTPUTS)
     return SyntheticWorkload(
         count=config.rows or (preset.rows if preset else DEFAULT_ROWS),
-        prompt_tokens=Lengths.parse(prompts, most),
-        output_tokens=Lengths.parse(outputs, most),
+        prompt_tokens=_lengths(prompts, most, "prompt_tokens", config),
+        output_tokens=_lengths(outputs, most, "output_tokens", config),
         shared_prefix=config.shared_prefix,
         rate=config.arrivals,
         seed=config.seed,
     )
+
+
+def _lengths(text: str, most: int, name: str, config: SimulateConfig) -> Lengths:
+    """Read a distribution. Raises UsageError where one that was asked for goes beyond the engine's context."""
+    lengths = Lengths.parse(text, most)
+    if getattr(config, name) is not None and lengths.longest > most:
+        raise UsageError(
+            f"--{name.replace('_', '-')} {text} goes beyond the {most} tokens that a context of {most + 1} has for it",
+            hint="shorten it, or raise --max-model-len",
+        )
+    return lengths

@@ -5,6 +5,7 @@ A workload can be gone through any number of times and is the same each time, so
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution of token counts, a mixture of parts; all at least 1 and at most `most`."""
+    """A distribution of token counts, a mixture of parts; what it draws beyond `most` is `most`, and at least 1."""
 
     parts: tuple[_Part, ...]
     most: int
@@ -67,8 +68,17 @@ class Lengths:
     @classmethod
     def parse(cls, text: str, most: int) -> Lengths:
         """Read '512', '64-512', 'lognormal:400:0.8', or several with weights. Raises UsageError."""
+        if most < 1:
+            raise UsageError(
+                f"a context of {most + 1} tokens holds no prompt with a completion", hint="raise --max-model-len"
+            )
         parts = tuple(_parse_part(word, text) for word in text.split(","))
         return cls(parts, most)
+
+    @property
+    def longest(self) -> float:
+        """The most tokens that it draws, a lognormal part's tail aside."""
+        return max(part.high for part in self.parts)
 
     def draw(self, generator: Generator, count: int) -> NDArray[np.int64]:
         weights = np.array([part.weight for part in self.parts])
@@ -76,7 +86,8 @@ class Lengths:
         drawn = np.empty(count)
         for index, part in enumerate(self.parts):
             if part.sigma is None:
-                values = generator.integers(int(part.low), int(part.high) + 1, count).astype(np.float64)
+                low, high = (int(min(end, self.most)) for end in (part.low, part.high))
+                values = generator.integers(low, high + 1, count).astype(np.float64)
             else:
                 values = np.rint(generator.lognormal(np.log(part.low), part.sigma, count))
             drawn = np.where(choice == index, values, drawn)
@@ -90,7 +101,7 @@ def _parse_part(word: str, text: str) -> _Part:
         part = _Part(
             float(weight or 1), float(low or median), float(high or low or median), float(sigma) if sigma else None
         )
-        if 1 <= part.low <= part.high and part.weight > 0 and (part.sigma or 0) < MAX_SIGMA:
+        if 1 <= part.low <= part.high < math.inf and 0 < part.weight < math.inf and (part.sigma or 0) < MAX_SIGMA:
             return part
     raise UsageError(f"{text!r} is no distribution of lengths", hint=LENGTHS_HINT)
 

@@ -136,7 +136,30 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"calibration": "nowhere.json"}, "cannot read nowhere.json"),
     ({"prompt_tokens": "many"}, "no distribution of lengths"),
     ({"reserve": 10**9}, "holds no request that reserves"),
+    ({"prompt_tokens": "10000"}, "--prompt-tokens 10000 goes beyond the 8191 tokens .*--max-model-len"),
+    ({"prompt_tokens": "1-" + "9" * 400}, "--prompt-tokens .* goes beyond|no distribution of lengths"),
+    ({"output_tokens": "9" * 30}, "--output-tokens 9* goes beyond"),
+    ({"output_tokens": "lognormal:9000:0.1"}, "--output-tokens lognormal:9000:0.1 goes beyond"),
+    ({"prompt_tokens": "8190", "output_tokens": "50"}, "the shortest has 8240 tokens, .* may have 8192"),
+    ({"reserve": 79}, "no request can run in 'static, no pages': .* may have 79 .*--reserve"),
 ]
+
+
+def test_a_context_or_a_cache_for_no_request_is_said_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"a context of 1 tokens holds no prompt with a completion .*--max-model-len"):
+        prepare(engine={"max_model_len": 1})
+    (tmp_path / "in.jsonl").write_text('{"prompt_tokens": 500, "max_tokens": 6}\n{"prompt_tokens": 9, "max_tokens": 6}')
+    kept = str(tmp_path / "kept.json")
+    Calibration(COST, ENGINE, "x").save(Path(kept))
+    assert len(prepare(lengths=str(tmp_path / "in.jsonl"), reserve=16, engine={"num_blocks": 1}).workload) == 2
+    with pytest.raises(UsageError, match=r"the shortest has 15 tokens, .* may have 11 .*--num-blocks"):
+        prepare(lengths=str(tmp_path / "in.jsonl"), calibration=kept, engine={"num_blocks": 10, "page_size": 1})
+
+
+def test_defaults_are_cut_to_the_context_and_do_not_refuse_it(tmp_path: Path) -> None:
+    Calibration(COST, replace(ENGINE, max_model_len=300), "x").save(tmp_path / "kept.json")
+    workload = prepare(calibration=str(tmp_path / "kept.json")).workload
+    assert max(work.prompt_tokens for work in workload) == 299
 
 
 @pytest.mark.parametrize(("config", "words"), MISTAKES)

@@ -37,7 +37,22 @@ def test_lengths_are_drawn_as_they_are_spelled(text: str, low: int, high: int, m
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "-5", "9-3", "0-4", "x", "3-", "lognormal:0:1", "lognormal:9:99", "5*0", "1,,2"]
+    "text",
+    [
+        "",
+        "0",
+        "-5",
+        "9-3",
+        "0-4",
+        "x",
+        "3-",
+        "lognormal:0:1",
+        "lognormal:9:99",
+        "5*0",
+        "1,,2",
+        "9" * 400,
+        "5*" + "9" * 400,
+    ],
 )
 def test_what_is_no_distribution_is_said(text: str) -> None:
     with pytest.raises(UsageError, match="no distribution of lengths") as raised:
