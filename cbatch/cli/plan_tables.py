@@ -80,8 +80,8 @@ def _memory(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     )
     pairs.append(("cache", cache))
     if "paged_waste" in memory:
-        whole = f"{memory['contiguous_waste']:.1%} idle, {memory['contexts_at_once_contiguous']:,} rows at once"
-        paged = f"{memory['paged_waste']:.1%} idle, {memory['contexts_at_once_paged']:,} rows at once"
+        whole = f"{memory['contiguous_waste']:.1%} idle, {memory['contexts_at_once_contiguous']:,} requests at once"
+        paged = f"{memory['paged_waste']:.1%} idle, {memory['contexts_at_once_paged']:,} requests at once"
         pairs.append(("whole contexts reserved", whole))
         pairs.append(("in pages", paged))
     return pairs

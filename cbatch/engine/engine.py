@@ -133,6 +133,10 @@ class Engine:
         """Make ready what prompts with such parameters need beside the model: it takes time only once."""
         self._intake.prepare(params)
 
+    def check(self, prompt: Prompt) -> list[int]:
+        """Count the tokens that each of a prompt's samples may get. Raises RowError where it can never work."""
+        return [request.max_tokens for request in self._intake.requests(prompt)]
+
     def generate(self, prompts: Iterable[Prompt]) -> Iterator[RequestOutput]:
         """Complete `prompts`, read lazily; results come in the order in which they finish."""
         for outputs in self.steps(iter(prompts)):

@@ -21,6 +21,11 @@ BINS_PER_DECADE = 10  # of a histogram: bin i holds the seconds from 10 ** (i / 
 FIRST_BIN = -60  # and all that is less than a microsecond
 
 
+def count_error(errors: Counter[str], code: str) -> None:
+    """Count one more error, in place; codes beyond a number of different ones are all "other"."""
+    errors[code if code in errors or len(errors) < MAX_ERROR_CODES else "other"] += 1
+
+
 @dataclass(frozen=True, slots=True)
 class Targets:
     """The latencies, in seconds, that a row must keep to count as good; None asks for nothing."""
@@ -79,8 +84,7 @@ class Totals:
         if error is None:
             self.rows_ok += 1
         else:
-            known = error["code"] in self.errors or len(self.errors) < MAX_ERROR_CODES
-            self.errors[error["code"] if known else "other"] += 1
+            count_error(self.errors, error["code"])
             self.first_error = self.first_error or error["message"]
         num_tokens = result.get("completion_tokens") or 0
         self.prompt_tokens += result.get("prompt_tokens") or 0

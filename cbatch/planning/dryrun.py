@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from cbatch.config import EngineConfig, SamplingParams
 from cbatch.engine.cache.build import build_cache
 from cbatch.engine.engine import Engine
-from cbatch.engine.grammar import Grammars
-from cbatch.engine.intake import Intake
 from cbatch.engine.logprobs import part_of_prompt
 from cbatch.engine.plan import EnginePlan
 from cbatch.engine.request import Prompt
@@ -37,7 +35,7 @@ class DryRunner:
                 _score(item)
         if self.cost is not None:
             self.seconds += self.cost.step_s(
-                plan.num_tokens, plan.num_pages_read * self.tokens_per_page, len(plan.items), _num_pairs(plan)
+                plan.num_tokens, plan.num_pages_read * self.tokens_per_page, len(plan.items), plan.num_pairs
             )
         return [[_own_token(item)] for item in plan.items if item.num_results]
 
@@ -54,12 +52,6 @@ def _score(item: ScheduledRequest) -> None:
     for _ in range(part.count if part is not None else 0):
         assert request.logprobs is not None
         request.logprobs.add_prompt(0.0, [])
-
-
-def _num_pairs(plan: StepPlan) -> int:
-    """Count the pairs of a prefill's query tokens with the tokens that they attend to."""
-    shares = ((item.num_tokens, item.num_computed_before) for item in plan.items if item.num_tokens > 1)
-    return sum(count * before + count * (count + 1) // 2 for count, before in shares)
 
 
 class DryRun:
@@ -79,12 +71,6 @@ class DryRun:
         )
         self.runner = DryRunner(cost, cache.tokens_in_pages(1))
         self.engine = Engine(config, plan, outline, cache, self.runner)
-        grammars = Grammars(outline.tokenizer.as_json, outline.num_choosable, outline.eos_token_ids)
-        self._intake = Intake(cache, plan.max_model_len, outline.tokenizer, outline.eos_token_ids, grammars)
-
-    def check(self, prompt: Prompt) -> int:
-        """Count the tokens that a prompt may get, of all its samples. Raises RowError where it cannot run."""
-        return sum(request.max_tokens for request in self._intake.requests(prompt))
 
 
 def without_endings(prompt: Prompt) -> Prompt:

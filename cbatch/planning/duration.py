@@ -47,7 +47,7 @@ class Work:
 
     rows: int
     prompt_tokens: int
-    cached_tokens: float
+    computed_tokens: float  # of prompts and outputs, those left out that the cache has
     output_tokens: int
     step_s: float | None  # what its steps cost, where the cost of steps is known
 
@@ -76,9 +76,8 @@ def estimate(rates: Rates, work: Work, facts: Mapping[str, object]) -> Estimate:
         seconds = work.step_s
     else:
         assert rates.tokens_per_s is not None
-        # A completion's last token is never computed on.
-        found = 0.0 if rates.counts_cached else work.cached_tokens + work.rows
-        seconds = max(0.0, work.prompt_tokens + work.output_tokens - found) / rates.tokens_per_s
+        counted = work.prompt_tokens + work.output_tokens if rates.counts_cached else work.computed_tokens
+        seconds = counted / rates.tokens_per_s
     doubts = [
         f"{name} was {rates.facts[name]} there and is {value} here"
         for name, value in facts.items()

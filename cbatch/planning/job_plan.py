@@ -21,6 +21,7 @@ from cbatch.errors import DoesNotFitError, RowError
 from cbatch.jobs.opening import RowSetup, prepare_rows
 from cbatch.jobs.preview import FailedRow, preview_rows
 from cbatch.jobs.survey import can_reread
+from cbatch.jobs.totals import count_error
 from cbatch.models.inspect import inspect_model
 from cbatch.models.outline import ModelOutline, outline_model
 from cbatch.models.source import resolve_source
@@ -32,8 +33,7 @@ from cbatch.planning.lengths import Lengths
 from cbatch.planning.prefixes import PrefixTree
 
 MAX_SHOWN_ERRORS = 10
-MAX_ERROR_CODES = 100
-DRY_TOKENS = 2_000_000  # to generate: rows beyond are counted, but not run dry
+DRY_TOKENS = 4_000_000  # of prompts and outputs: rows beyond are counted, but not run dry
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,7 @@ class RowCounts:
 
     def fail(self, index: int, error: RowError) -> None:
         """Take a row that cannot run."""
-        known = error.code in self.errors or len(self.errors) < MAX_ERROR_CODES
-        self.errors[error.code if known else "other"] += 1
+        count_error(self.errors, error.code)
         if len(self.shown) < MAX_SHOWN_ERRORS:
             self.shown.append(ShownError(index, error.code, str(error)))
 
@@ -182,13 +181,13 @@ class _Look:
     def _limited(self, prompts: Iterator[tuple[Prompt, int]]) -> Iterator[Prompt]:
         """Give as many prompts as a dry run is to take."""
         while self._dry_tokens < DRY_TOKENS and (item := next(prompts, None)) is not None:
-            prompt, num_output = item
-            self._dry_tokens += num_output
+            prompt, num_tokens = item
+            self._dry_tokens += num_tokens
             self._dry_rows += 1
             yield without_endings(prompt)
 
     def _prompts(self, tick: Callable[[], None]) -> Iterator[tuple[Prompt, int]]:
-        """Check and count every row; give those that can run, with the tokens that they may get."""
+        """Check and count every row; give those that can run, with the tokens that they have and may get."""
         for ready in self._ready:
             tick()
             if isinstance(ready, FailedRow):
@@ -196,7 +195,7 @@ class _Look:
                 continue
             prompt = ready.prompt
             try:
-                num_output = self._num_output(prompt)
+                outputs = self._outputs(prompt)
             except RowError as error:
                 located = RowError(error.code, f"{ready.row.row.location}: {error.message}")
                 self.rows.fail(ready.row.index, located)
@@ -204,17 +203,17 @@ class _Look:
             num_prompt = len(prompt.token_ids)
             self.rows.num_ok += 1
             self.rows.num_truncated += ready.num_dropped > 0
-            self.rows.lengths.add(num_prompt, num_output)
+            self.rows.lengths.add(num_prompt, outputs)
             self.rows.shareable_tokens += min(self.tree.add(prompt.token_ids), num_prompt - 1)
-            yield prompt, num_output
+            yield prompt, num_prompt + sum(outputs)
 
-    def _num_output(self, prompt: Prompt) -> int:
-        """Count the tokens that a prompt may get, of all its samples. Raises RowError where it cannot run."""
+    def _outputs(self, prompt: Prompt) -> list[int]:
+        """Count the tokens that each of a prompt's samples may get. Raises RowError where it cannot run."""
         if self._dry_run is not None:
-            return self._dry_run.check(prompt)
+            return self._dry_run.engine.check(prompt)
         asked = prompt.sampling.max_tokens
         room = self._max_model_len - len(prompt.token_ids)
-        return prompt.sampling.n * (min(DEFAULT_MAX_TOKENS, room) if asked is None else asked)
+        return [min(DEFAULT_MAX_TOKENS, room) if asked is None else asked] * prompt.sampling.n
 
 
 def _estimate(rates: Rates | None, look: _Look, config: EngineConfig, outline: ModelOutline) -> Estimate | None:
@@ -225,7 +224,7 @@ def _estimate(rates: Rates | None, look: _Look, config: EngineConfig, outline: M
     work = Work(
         rows=rows.num_ok,
         prompt_tokens=sum(rows.lengths.prompts),
-        cached_tokens=dry.stats.cached_tokens * share,
+        computed_tokens=dry.stats.computed_tokens * share,
         output_tokens=sum(rows.lengths.outputs),
         step_s=None if dry.step_s is None else dry.step_s * share,
     )

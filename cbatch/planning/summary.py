@@ -59,7 +59,7 @@ def _prefix(plan: JobPlan) -> dict[str, Any]:
 def _memory(plan: JobPlan) -> dict[str, Any]:
     shape, dtype, decided = plan.outline.shape, plan.outline.dtype, plan.plan
     token_bytes = block_bytes(shape, dtype, page_size=1)
-    totals = plan.rows.lengths.totals
+    requests = plan.rows.lengths.requests
     found: dict[str, Any] = {
         "free_bytes": plan.memory.num_bytes,
         "free_source": plan.memory.source,
@@ -70,8 +70,8 @@ def _memory(plan: JobPlan) -> dict[str, Any]:
         "fits": plan.misfit is None,
         "misfit": None if plan.misfit is None else str(plan.misfit),
     }
-    if len(totals):
-        found["contiguous_waste"] = contiguous_waste(totals, plan.max_model_len)
+    if requests:
+        found["contiguous_waste"] = contiguous_waste(requests, plan.max_model_len)
     if decided is not None:
         cache_tokens = decided.num_blocks * decided.page_size
         found |= {
@@ -80,9 +80,9 @@ def _memory(plan: JobPlan) -> dict[str, Any]:
             "page_size": decided.page_size,
             "contexts_at_once_contiguous": cache_tokens // plan.max_model_len,
         }
-        if len(totals):
-            found["paged_waste"] = paged_waste(totals, decided.page_size)
-            found["contexts_at_once_paged"] = int(cache_tokens / float(totals.mean()))
+        if requests:
+            found["paged_waste"] = paged_waste(requests, decided.page_size)
+            found["contexts_at_once_paged"] = int(cache_tokens / (sum(requests) / len(requests)))
     return found
 
 

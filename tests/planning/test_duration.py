@@ -14,7 +14,7 @@ from cbatch.simulate.calibration import Calibration
 from cbatch.simulate.cost import CostModel
 from cbatch.simulate.settings import SimulatedEngine
 
-WORK = Work(rows=10, prompt_tokens=1_000, cached_tokens=200, output_tokens=500, step_s=None)
+WORK = Work(rows=10, prompt_tokens=1_000, computed_tokens=1_290, output_tokens=500, step_s=None)
 HERE = {"model": "m", "dtype": "float32", "device": "cpu"}
 REPORT = {
     "rows_ok": 20,
@@ -91,7 +91,7 @@ def test_a_calibration_of_simulate_gives_the_cost_of_steps(tmp_path: Path) -> No
     Calibration(cost, engine, "a run").save(tmp_path / "calibration.json")
     rates = load_rates(str(tmp_path / "calibration.json"))
     assert rates.cost == cost
-    work = Work(rows=10, prompt_tokens=1_000, cached_tokens=0, output_tokens=500, step_s=12.5)
+    work = Work(rows=10, prompt_tokens=1_000, computed_tokens=1_490, output_tokens=500, step_s=12.5)
     assert estimate(rates, work, HERE).generate_s == 12.5
 
 
@@ -99,7 +99,7 @@ def test_what_was_different_there_is_said(tmp_path: Path) -> None:
     rates = load_rates(write(tmp_path / "report.json", REPORT))
     found = estimate(rates, WORK, {"model": "other", "dtype": "float32", "device": "cpu"})
     assert found.doubts == ("model was m there and is other here",)
-    longer = Work(rows=10, prompt_tokens=5_000, cached_tokens=0, output_tokens=10, step_s=None)
+    longer = Work(rows=10, prompt_tokens=5_000, computed_tokens=5_000, output_tokens=10, step_s=None)
     assert estimate(rates, longer, HERE).doubts == (
         "prompts had 80 tokens there and have up to 500 here",
         "outputs had 41 tokens there and have up to 1 here",

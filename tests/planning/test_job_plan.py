@@ -19,6 +19,7 @@ from cbatch.jobs.run import run_job
 from cbatch.models.load import LoadedModel
 from cbatch.planning import job_plan
 from cbatch.planning.job_plan import JobPlan, plan_job
+from cbatch.planning.summary import summarize
 from tests.engine.tiny_engine import load_tiny
 from tests.tiny_models import build_tiny
 
@@ -129,6 +130,24 @@ def test_what_rows_ask_for_beside_length_changes_counts_as_in_the_run(
     assert plan.dry.stats.output_tokens >= stats.output_tokens
 
 
+def test_samples_take_slots_each_and_the_duration_rests_on_what_is_computed(folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt_token_ids": [5] * 100, "max_tokens": 90, "n": 8, "temperature": 1.0}] * 2
+    config = EngineConfig(model=str(folder), page_size=4, num_blocks=600, max_model_len=200)
+    job = make_job(tmp_path / "in.jsonl", rows)
+    rate = tmp_path / "run.report.json"
+    settings = {"dtype": {"value": "float32"}, "device": {"value": "cpu"}}
+    counts = {"rows_ok": 1, "computed_tokens": 100, "prompt_tokens": 50, "output_tokens": 50}
+    rate.write_text(json.dumps({**counts, "generate_s": 1.0, "load_s": 1.0, "model": "m", "settings": settings}))
+    plan = plan_job(job, config, str(rate), lambda: None)
+    memory = summarize(plan)["memory"]
+    assert memory["contiguous_waste"] == pytest.approx(1 - 190 / 200)
+    assert memory["paged_waste"] == pytest.approx(1 - 190 / 192)
+    assert memory["contexts_at_once_paged"] == 600 * 4 // 190
+    assert plan.dry is not None
+    assert plan.estimate is not None
+    assert plan.estimate.generate_s == pytest.approx(plan.dry.stats.computed_tokens / 100)
+
+
 def test_rows_that_fail_are_those_of_the_run_in_the_same_words(folder: Path, tmp_path: Path) -> None:
     rows: list[Any] = [
         {"prompt": "fine"},
@@ -196,8 +215,8 @@ def test_rows_beyond_what_is_run_dry_are_counted_all_the_same(tmp_path: Path, mo
     rows = [{"prompt": "the", "max_tokens": 6}] * 9 + [{"prompt": 1}]
     plan = make_plan(make_job(tmp_path / "in.jsonl", rows), EngineConfig(model=str(folder), num_blocks=50))
     assert plan.dry is not None
-    assert (plan.dry.num_rows, plan.rows.num_ok, plan.rows.num_errors) == (4, 9, 1)
-    assert plan.dry.stats.output_tokens == 24
+    assert (plan.dry.num_rows, plan.rows.num_ok, plan.rows.num_errors) == (3, 9, 1)
+    assert plan.dry.stats.output_tokens == 18
 
 
 def test_a_cache_that_does_not_fit_is_told_with_all_the_rest(tmp_path: Path) -> None:

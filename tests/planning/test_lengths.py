@@ -62,6 +62,8 @@ def test_a_distribution_is_exact() -> None:
 
 def test_prompts_and_outputs_add_up_row_by_row() -> None:
     lengths = Lengths()
-    lengths.add(10, 5)
-    lengths.add(1, 0)
-    assert (len(lengths), lengths.totals.tolist()) == (2, [15, 1])
+    lengths.add(10, [5])
+    lengths.add(1, [0])
+    lengths.add(4, [2, 2, 3])
+    assert (list(lengths.prompts), list(lengths.outputs)) == ([10, 1, 4], [5, 0, 7])
+    assert list(lengths.requests) == [15, 1, 6, 6, 7]  # a request for each sample
