@@ -16,6 +16,7 @@ from cbatch.errors import InputError, RowError
 from cbatch.jobs.encoding import RowEncoder
 from cbatch.jobs.reader import JobRow
 from cbatch.tune.measure import Chunk, EngineSource, build_default, fix_length, output_length, run_chunk
+from cbatch.tune.trial import Outcome
 
 FIRST_CHUNK = 16  # rows: fewer say little about batches
 LEAST_ROWS = 2  # fewer than that make no batch
@@ -58,6 +59,10 @@ class Sample:
     @property
     def output_tokens(self) -> int:
         return sum((prompt.sampling.max_tokens or 0) * prompt.sampling.n for prompt in self.prompts)
+
+    def speed(self, outcome: Outcome) -> float:
+        """Give a trial's tokens per second as they are shown."""
+        return outcome.processed_per_s if self.counts_prompts else outcome.tokens_per_s
 
     @property
     def counts_prompts(self) -> bool:

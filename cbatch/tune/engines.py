@@ -30,13 +30,11 @@ class LoadedEngines:
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the model. Raises UsageError, before any weights load where possible."""
-        began = time.perf_counter()
         shape = inspect_model(config)
         check_config(config, shape)
         self._config = config
         self._loaded = load_model(config, shape)
         self._process = psutil.Process()
-        self.load_s = time.perf_counter() - began
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -12,7 +12,7 @@ from statistics import median
 from cbatch.tune.calibrate import Sample
 from cbatch.tune.search import Verdict
 from cbatch.tune.space import Point, Space, Value
-from cbatch.tune.trial import Outcome, TrialBook
+from cbatch.tune.trial import TrialBook
 
 NOISY = 0.1  # a standard deviation of one measurement that hides most gains
 
@@ -59,10 +59,6 @@ class Findings:
     def keeps_default(self) -> bool:
         return self.verdict.point == self.space.baseline
 
-    def speed(self, outcome: Outcome) -> float:
-        """Tokens per second as they are shown."""
-        return outcome.processed_per_s if self.sample.counts_prompts else outcome.tokens_per_s
-
     def lines(self) -> list[Line]:
         """Give a line for each configuration: the chosen one, then who came furthest, by speed."""
         lines = [self.line(point) for point in self.book.points]
@@ -76,10 +72,10 @@ class Findings:
         if rung is None or failure is not None:
             return Line(settings, *flags, failure=failure)
         runs = [t.outcome for t in self.book.trials if t.point == point and t.rung == rung]
-        speeds = [self.speed(outcome) for outcome in runs]
+        speeds = [self.sample.speed(outcome) for outcome in runs]
         middle = median(speeds)
         default = [
-            self.speed(t.outcome)
+            self.sample.speed(t.outcome)
             for t in self.book.trials
             if t.point == self.space.baseline and t.rung == rung and t.outcome.ok
         ]

@@ -46,9 +46,6 @@ class EngineSource(Protocol):
     def clock(self) -> Callable[[], float]: ...
 
     @property
-    def load_s(self) -> float: ...
-
-    @property
     def tokenizer(self) -> Tokenizer: ...
 
     @property

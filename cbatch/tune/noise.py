@@ -15,6 +15,8 @@ PRIOR_NOISE = 0.03
 PRIOR_WEIGHT = 1
 NUM_DEVIATIONS = 2.5  # between two that are told apart: several are compared, several times
 
+MEDIAN_SPREAD = math.sqrt(math.pi / 2)  # of a median, over that of a mean of as many measurements
+
 Pair = tuple[Sequence[float], Sequence[float]]  # measurements of two configurations, in turns
 
 
@@ -69,7 +71,7 @@ def compare(speeds: Sequence[float], others: Sequence[float], noise: float) -> G
     one counts.
     """
     ratios = _log_ratios(speeds, others)
-    return Gain(median(ratios), NUM_DEVIATIONS * noise * math.sqrt(2 / len(ratios)))
+    return Gain(median(ratios), NUM_DEVIATIONS * MEDIAN_SPREAD * noise * math.sqrt(2 / len(ratios)))
 
 
 def _log_ratios(speeds: Sequence[float], others: Sequence[float]) -> list[float]:

@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cbatch.config import EngineConfig, JobConfig, TuneConfig
 from cbatch.errors import EXIT_OK, UsageError
 from cbatch.jobs.lock import JobLock
 from cbatch.jobs.opening import RowSetup, prepare_rows
 from cbatch.jobs.progress import Progress
-from cbatch.jobs.stop import RESUME_HINT, Interrupted, Stop, handling_signals
+from cbatch.jobs.stop import Interrupted, Stop, handling_signals
 from cbatch.jobs.survey import can_reread
 from cbatch.tune.findings import Findings
 from cbatch.tune.measure import EngineSource
@@ -40,10 +40,10 @@ GRACE_S = 20.0  # for what a signal finds in the middle of a step
 class TuneSummary:
     """How a search ended; nothing was found where it was stopped before its first trial."""
 
-    status: Literal["done", "interrupted"]
     exit_code: int
     output: Path
     findings: Findings | None = None
+    num_trials: int = 0  # that are in the journal
     reason: str | None = None  # of an interruption
 
 
@@ -88,8 +88,7 @@ def run_tune(
             with JobLock(lock, force=job.force_unlock, lost=lambda: _lose_lock(stop)) as held:
                 return _search(request, setup, load or _load_engines, stop, progress.say, began, held)
     except Interrupted as interrupted:  # before there was anything to keep
-        progress.say(f"stopped by {interrupted}; {RESUME_HINT}")
-        return TuneSummary("interrupted", job.interrupted_exit_code, request.output, reason=str(interrupted))
+        return TuneSummary(job.interrupted_exit_code, request.output, reason=str(interrupted))
     finally:
         progress.close()
 
@@ -127,10 +126,8 @@ def _search(
         findings = Findings(session.space, session.sample, search.book, search.verdict())
         if search.book.trials:
             write_tuned(request.output, request.given, findings, session.circumstances(), is_whole=reason is None)
-        if reason is not None:
-            say(f"stopped by {reason}: {len(search.book.trials)} trials are safe; {RESUME_HINT}")
-            return TuneSummary("interrupted", request.job.interrupted_exit_code, request.output, findings, reason)
-        return TuneSummary("done", EXIT_OK, request.output, findings)
+        code = EXIT_OK if reason is None else request.job.interrupted_exit_code
+        return TuneSummary(code, request.output, findings, len(search.book.trials), reason)
 
 
 def _prepare(request: TuneRequest) -> RowSetup:

@@ -31,6 +31,7 @@ TRIALS_PER_BUDGET = 20  # of the whole sample: what exploring, halving and the r
 TRIAL_S = 30.0  # of the whole sample, where no budget says
 MIN_PICKED = 64  # rows that a sample may have, however few a batch takes
 BATCHES = 2  # that the sample may fill
+MORE_TIME = "a larger --budget, with --restart where the sample was found before,"
 BATCH_LIMIT = "max_requests_per_batch"
 
 
@@ -62,7 +63,8 @@ class Session:
         with stop.interruptible():
             self._plan = engines.plan({})
         self._machine = machine_facts(self._plan.settings())
-        facts = [asdict(config), sorted(names), self._machine, environment()["versions"]]
+        overlong = rows.job.on_overlong  # what rows are cut to is no part of their keys
+        facts = [asdict(config), sorted(names), overlong, self._machine, environment()["versions"]]
         self._key = hash_text(f"{rows.model_identity.hex()} {rows.digest} {facts!r}").hex()
 
     def __enter__(self) -> Session:
@@ -134,8 +136,7 @@ class Session:
         if not outcome.ok:
             words += f"failed, {outcome.reason}"
         else:
-            speed = outcome.processed_per_s if self.sample.counts_prompts else outcome.tokens_per_s
-            words += f"{speed:.1f} tokens/s"
+            words += f"{self.sample.speed(outcome):.1f} tokens/s"
             if default and trial.point != self.space.baseline:
                 words += f", {outcome.processed_per_s / median(default) - 1:+.1%} against the default"
         self._say(words)
@@ -176,8 +177,8 @@ class Session:
             f"trials of {', '.join(str(size) for size in sorted(set(sample.rungs)))} rows{failed}"
         )
         if sample.num_cut:
-            self._say(f"the outputs of {sample.num_cut} rows are cut for want of time: a larger --budget cuts less")
+            self._say(f"the outputs of {sample.num_cut} rows are cut for want of time: {MORE_TIME} cuts less")
         places = self._plan.max_requests_per_batch
         if sample.num_requests < min(places, self._rows.profile.num_good):
-            self._say(f"the sample does not fill a batch of {places}: a larger --budget takes more rows")
+            self._say(f"the sample does not fill a batch of {places}: {MORE_TIME} takes more rows")
         self._say(f"{len(self.space.points)} configurations of {', '.join(self._names)} fit")

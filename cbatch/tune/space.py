@@ -19,7 +19,6 @@ Value = int | str | bool
 Point = tuple[Value, ...]  # one value for each knob
 
 ALWAYS = ("page_size", "max_batch_tokens")
-ON_REQUEST = ("max_requests_per_batch", "scheduler_type", "allow_block_sharing")
 CHOICES: dict[str, tuple[Value, ...]] = {
     "page_size": (8, 16, 32, 64, 128, 256),
     "max_batch_tokens": tuple(2**power for power in range(5, 16)),

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.errors import UsageError
-from cbatch.io.atomic import AtomicFile, check_writable
+from cbatch.io import atomic
+from cbatch.io.atomic import AtomicFile
 from cbatch.jobs.report import environment
 from cbatch.tune.evidence import OUTPUT_LENGTH, PROMPT_LENGTH, TABLE
 from cbatch.tune.findings import Findings, Line
@@ -29,10 +30,7 @@ def check_target(path: Path, others: Mapping[str, str], *, replace: bool) -> Non
     """
     if path.suffix.lower() != SUFFIX:
         raise UsageError(f"the output of tune is a {SUFFIX} file, and {path} is none", hint="--output tuned.toml")
-    check_writable(path)
-    for name, what in others.items():
-        if path.exists() and Path(name).exists() and path.samefile(name):
-            raise UsageError(f"{what} {name} would be overwritten", hint="name another --output")
+    atomic.check_target(path, others)
     if path.exists() and not replace and TABLE not in _read(path):
         raise UsageError(
             f"{path} exists, and no search has written it", hint="name another --output, or --restart to replace it"

@@ -88,7 +88,6 @@ class StubEngines:
     default: TunePlan = field(default_factory=TunePlan)
     tokenizer: StubTokenizer = field(default_factory=StubTokenizer)
     generation_defaults: dict[str, object] = field(default_factory=dict)
-    load_s: float = 0.25
     first_step_s: float = 0.0  # what an engine's first step takes beyond the others
     sleep_s: float = 0.0  # what a step really takes
     on_build: Hook = lambda _settings: None

@@ -53,8 +53,11 @@ def test_a_default_that_is_best_stays() -> None:
 
 
 def test_a_gain_within_the_noise_is_none() -> None:
-    verdict = run(SPACE, Bench(lambda point: 1.0 + 0.01 * (point == (32, 512)), noise=0.05), trials=8)
-    assert verdict.point == DEFAULT or verdict.gain is None or verdict.gain.ratio > 2 * 0.01
+    def chosen(seed: int) -> Point:
+        bench = Bench(lambda point: 1.0 + 0.01 * (point == (32, 512)), noise=0.05, seed=seed)
+        return run(SPACE, bench, trials=8).point
+
+    assert sum(chosen(seed) != DEFAULT for seed in range(8)) <= 1
 
 
 def test_a_machine_that_slows_down_decides_nothing() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli.config_file import read_config_file, read_evidence
+from cbatch.cli.config_file import read_config_file
 from cbatch.config import SamplingParams
 from cbatch.engine.request import Prompt
 from cbatch.errors import UsageError
@@ -73,16 +73,16 @@ def test_every_kind_of_setting_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "tuned.toml"
     write_tuned(path, given, findings(), CIRCUMSTANCES, is_whole=True)
     expected = {name: value for name, value in given.items() if value is not None}
-    assert read_config_file(str(path)) == expected | {"page_size": 64, "max_batch_tokens": 1024}
+    assert read_config_file(str(path)).settings == expected | {"page_size": 64, "max_batch_tokens": 1024}
 
 
 def test_found_settings_stand_over_given_ones_and_a_kept_default_sets_none(tmp_path: Path) -> None:
     path = tmp_path / "tuned.toml"
     given = {"model": "m", "max_batch_tokens": 512}
     write_tuned(path, given, findings(), CIRCUMSTANCES, is_whole=True)
-    assert read_config_file(str(path)) == {"model": "m", "max_batch_tokens": 1024, "page_size": 64}
+    assert read_config_file(str(path)).settings == {"model": "m", "max_batch_tokens": 1024, "page_size": 64}
     write_tuned(path, given, findings(DEFAULT, gain=Gain(0.01, 0.03)), CIRCUMSTANCES, is_whole=False)
-    assert read_config_file(str(path)) == given
+    assert read_config_file(str(path)).settings == given
     text = path.read_text()
     assert "# the default is kept: page_size 16, max_batch_tokens 512; nothing is faster beyond noise" in text
     assert "# The search was stopped before its end." in text
@@ -92,7 +92,7 @@ def test_found_settings_stand_over_given_ones_and_a_kept_default_sets_none(tmp_p
 def test_the_evidence_says_what_was_measured_on_what(tmp_path: Path) -> None:
     path = tmp_path / "tuned.toml"
     write_tuned(path, {"model": "m"}, findings(), CIRCUMSTANCES, is_whole=True)
-    evidence = read_evidence(str(path))
+    evidence = read_config_file(str(path)).evidence
     assert evidence["conclusion"] == "page_size 64, max_batch_tokens 1024: +22.1% over the default (noise 3.0%)"
     assert evidence["machine"] == CIRCUMSTANCES["machine"]
     assert evidence["model_identity"] == "ab12"
