@@ -12,7 +12,7 @@ from cbatch.cli import bench_options, diagnose_options, plan_options, simulate_o
 from cbatch.cli.options import SETTINGS
 from cbatch.cli.setting import ConsoleConfig, Setting
 from cbatch.compatibility import EXCLUSIONS
-from cbatch.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
+from cbatch.errors import EXIT_ABORTED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_PIPE, EXIT_USAGE
 from cbatch.io.columns import RESULT_COLUMNS
 
 TARGET = Path(__file__).with_name("reference.md")
@@ -42,8 +42,8 @@ EXIT_CODES = {
     EXIT_FAILED: "done with more row errors than that, or failed",
     EXIT_USAGE: "an option, a configuration or a model that cannot work; nothing was run",
     EXIT_INTERRUPTED: "stopped in order by a signal: the same command resumes (`--interrupted-exit-code` sets another)",
-    130: "aborted by SIGINT before the job began",
-    141: "standard output was closed by its reader",
+    EXIT_ABORTED: "aborted by SIGINT before the job began",
+    EXIT_PIPE: "standard output was closed by its reader",
 }
 
 

@@ -29,6 +29,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "cbatch.cli": (
         "cbatch.bench",
         "cbatch.diagnose",
+        "cbatch.io",
         "cbatch.jobs",
         "cbatch.planning",
         "cbatch.report",

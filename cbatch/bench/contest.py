@@ -46,6 +46,11 @@ class Result:
         }
 
 
+def enter(contestants: Sequence[Contestant]) -> list[Result]:
+    """Give everybody a result that is empty yet, or says why there will be none."""
+    return [Result(contestant, error=contestant.missing) for contestant in contestants]
+
+
 @dataclass(frozen=True, slots=True)
 class Contest:
     """What everybody runs."""
@@ -64,6 +69,7 @@ class Contest:
             "model": self.engine.model,
             "dtype": self.dtype,
             "device": self.device,
+            "revision": self.engine.revision,
             "trust_remote_code": self.engine.trust_remote_code,
             "max_requests": self.engine.max_requests_per_batch,
             "max_batch_tokens": self.engine.max_batch_tokens,
@@ -72,15 +78,13 @@ class Contest:
             "engine": asdict(self.engine),
         }
 
-    def run(self, contestants: Sequence[Contestant], repeats: int, on_run: OnRun) -> list[Result]:
-        """Run everybody `repeats` times; `on_run` is told of each run when it is over."""
-        results = [Result(contestant, error=contestant.missing) for contestant in contestants]
+    def run(self, results: Sequence[Result], repeats: int, on_run: OnRun) -> None:
+        """Run everybody `repeats` times, in place; `on_run` is told of each run when it is over."""
         for repeat in range(repeats):
             for result in results if repeat % 2 == 0 else reversed(results):
                 if result.error is None:
                     self._run_once(result)
                     on_run(result, repeat)
-        return results
 
     def _run_once(self, result: Result) -> None:
         try:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cbatch.engine.modes import MODES
+from cbatch.engine.modes import parse_modes
 from cbatch.errors import UsageError
 from cbatch.jobs.spinning import spinning_environment
 
@@ -55,20 +55,16 @@ class Contestant:
         return self.name in PEERS
 
 
-def read_modes(text: str) -> list[Contestant]:
-    """Read the modes asked for. Raises UsageError."""
-    names = _split(text, "--modes")
-    for name in names:
-        if name not in MODES:
-            raise UsageError(f"--modes names '{name}', which is none", hint=f"known: {', '.join(MODES)}")
+def choose_modes(text: str) -> list[Contestant]:
+    """Find the modes asked for. Raises UsageError."""
     command = (sys.executable, "-m", WORKER)
-    return [Contestant(name, command, {"mode": name}, spinning_environment()) for name in names]
+    return [Contestant(name, command, {"mode": name}, spinning_environment()) for name in parse_modes(text)]
 
 
 def read_peers(text: str | None) -> list[Contestant]:
     """Read the peers asked for and look whether they are installed. Raises UsageError."""
     peers = []
-    for item in _split(text, "--against") if text is not None else []:
+    for item in _split(text) if text is not None else []:
         name, _, interpreter = item.partition("=")
         if name not in PEERS:
             raise UsageError(f"--against names '{name}', which is no peer", hint=f"known: {', '.join(PEERS)}")
@@ -110,8 +106,8 @@ def _absent_packages(interpreter: str, packages: tuple[str, ...]) -> list[str]:
     return absent
 
 
-def _split(text: str, option: str) -> list[str]:
+def _split(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if not all(names):
-        raise UsageError(f"{option} has an empty name: it is '{text}'", hint="separate names by commas")
+        raise UsageError(f"--against has an empty name: it is '{text}'", hint="separate names by commas")
     return list(dict.fromkeys(names))

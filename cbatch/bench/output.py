@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -10,21 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.bench.contest import Contest, Result
-from cbatch.errors import UsageError
-from cbatch.io.atomic import AtomicFile, check_writable
+from cbatch.io.atomic import write_json
 from cbatch.jobs.report import environment
 
 KIND = "bench"
-
-
-def check_output(name: str | None, inputs: Sequence[str]) -> None:
-    """Refuse an output that cannot be written, or is an input, before anything runs. Raises UsageError, OutputError."""
-    if name is None:
-        return
-    path = Path(name)
-    if any(Path(other).exists() and path.exists() and path.samefile(other) for other in inputs):
-        raise UsageError(f"the input {name} would be overwritten", hint="name another output")
-    check_writable(path)
 
 
 def as_json(results: Sequence[Result], contest: Contest, began: datetime) -> dict[str, Any]:
@@ -48,6 +36,4 @@ def as_json(results: Sequence[Result], contest: Contest, began: datetime) -> dic
 
 def write_results(name: str, results: Sequence[Result], contest: Contest, began: datetime) -> None:
     """Write the file; it appears complete. Raises OutputError."""
-    with AtomicFile(Path(name)) as file:
-        file.file.write(json.dumps(as_json(results, contest, began), indent=2).encode() + b"\n")
-        file.commit()
+    write_json(Path(name), as_json(results, contest, began))

@@ -4,10 +4,10 @@ A program of its own that imports nothing of cbatch, started by `cbatch bench --
 standard input, the task, and writes one to standard output, the outcome; whatever the libraries print goes to standard
 error. It ends when standard input is closed, so that it never outlives whoever started it.
 
-Task: peer, model, dtype, device, trust_remote_code, max_requests, max_batch_tokens (null: the engine's own), longest
-(tokens of the longest row, its output included), rows of [token ids, number of tokens to generate]; greedy, no row ends
-early. Outcome: token_times (for each row the seconds, from the start, of every token), load_s, peak_rss_bytes,
-peak_device_bytes, version, settings; or error.
+Task: peer, model, revision (null: the main one), dtype, device, trust_remote_code, max_requests, max_batch_tokens
+(null: the engine's own), longest (tokens of the longest row, its output included), rows of [token ids, number of tokens
+to generate]; greedy, no row ends early. Outcome: token_times (for each row the seconds, from the start, of every
+token), load_s, peak_rss_bytes, peak_device_bytes, version, settings; or error.
 """
 
 from __future__ import annotations
@@ -114,7 +114,10 @@ class Transformers:
         library: Any = transformers
         self.version = f"transformers {library.__version__}"
         self.model: Any = library.AutoModelForCausalLM.from_pretrained(
-            task["model"], dtype=getattr(torch, task["dtype"]), trust_remote_code=task["trust_remote_code"]
+            task["model"],
+            revision=task.get("revision"),
+            dtype=getattr(torch, task["dtype"]),
+            trust_remote_code=task["trust_remote_code"],
         )
         self.model = self.model.to(task["device"]).eval()
         self.batch = task["max_requests"] or STATIC_BATCH
@@ -211,6 +214,7 @@ class Vllm:
         }
         self._llm = vllm.LLM(
             task["model"],
+            revision=task.get("revision"),
             dtype=task["dtype"],
             trust_remote_code=task["trust_remote_code"],
             seed=0,

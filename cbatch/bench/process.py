@@ -64,7 +64,7 @@ def _exchange(process: subprocess.Popen[bytes], task: Mapping[str, Any]) -> byte
     with contextlib.suppress(BrokenPipeError):  # it ended early, and its log says why
         process.stdin.write(json.dumps(task).encode() + b"\n")
         process.stdin.flush()
-    return process.stdout.read()
+    return process.stdout.readline()  # not to the end: what the process started may hold the pipe
 
 
 def _last_line(log: IO[bytes]) -> str:

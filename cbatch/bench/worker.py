@@ -35,7 +35,6 @@ def run_task(task: peer_driver.Task) -> dict[str, Any]:
         "peak_device_bytes": peer_driver.peak_device_bytes(),
         "version": "",
         "settings": {name: setting["value"] for name, setting in engine.plan.settings().items()},
-        "preemptions": engine.stats.preemptions - before.preemptions,
         "cached_tokens": engine.stats.cached_tokens - before.cached_tokens,
         "steps": engine.stats.steps - before.steps,
     }

@@ -6,11 +6,11 @@ no row ends early.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from cbatch.config import DEFAULT_MAX_TOKENS, JobConfig
+from cbatch.config import DEFAULT_MAX_TOKENS
 from cbatch.errors import InputError
-from cbatch.jobs.opening import prepare_rows
+from cbatch.jobs.opening import RowSetup
 from cbatch.jobs.preview import FailedRow, preview_rows
 from cbatch.jobs.prompts import Tokenizer
 
@@ -37,9 +37,8 @@ class Workload:
         return max(len(ids) + count for ids, count in self.rows)
 
 
-def read_workload(job: JobConfig, tokenizer: Tokenizer, max_model_len: int) -> Workload:
+def read_workload(setup: RowSetup, tokenizer: Tokenizer, max_model_len: int) -> Workload:
     """Read a job's rows; those that cannot run are left out. Raises UsageError, and InputError where none is left."""
-    setup = prepare_rows(replace(job, generation_config="none"))
     rows: list[tuple[list[int], int]] = []
     errors: list[str] = []
     for ready in preview_rows(setup, tokenizer, {}, max_model_len):

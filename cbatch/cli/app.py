@@ -6,8 +6,9 @@ Imports neither torch nor a file format: a command imports what it needs when it
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from inspect import Parameter
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -17,10 +18,11 @@ from cbatch.cli.console import PROGRAM, abandon_broken_streams, prepare_streams,
 from cbatch.cli.diagnose import diagnose_command
 from cbatch.cli.help import SettingsCommand
 from cbatch.cli.merge import merge_command
-from cbatch.cli.options import SETTINGS
+from cbatch.cli.options import CONSOLE_SETTINGS, MERGE_SETTINGS, SETTINGS
 from cbatch.cli.plan import plan_command
 from cbatch.cli.report import report_command
 from cbatch.cli.run import run_command
+from cbatch.cli.setting import Setting
 from cbatch.cli.signature import command_signature, keyword
 from cbatch.cli.simulate import simulate_command
 from cbatch.cli.tune import tune_command
@@ -59,6 +61,43 @@ def _program(_version: _VERSION = False, _help: _HELP = False) -> None:
     pass
 
 
+Command = TypeVar("Command", bound=Callable[..., int])
+
+_INPUTS = Parameter(
+    "inputs",
+    Parameter.POSITIONAL_OR_KEYWORD,
+    default=None,
+    annotation=Annotated[list[str] | None, typer.Argument(metavar="INPUT", show_default=False)],
+)
+_CONFIG = keyword(
+    "config",
+    Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="TOML file of these settings, dashes as underscores; options win."),
+    ],
+)
+_NEEDS_MODEL = "--model MODEL [OPTIONS]"
+
+
+def _argument(name: str, metavar: str, words: str | None = None) -> Parameter:
+    info = typer.Argument(metavar=metavar, show_default=False, help=words)
+    return Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=Annotated[str, info])
+
+
+def _command(
+    name: str, settings: Iterable[Setting], *more: Parameter, usage: str = "[OPTIONS]"
+) -> Callable[[Command], Command]:
+    """Register a command: `more` are its parameters that are no settings."""
+
+    def register(command: Command) -> Command:
+        command.__signature__ = command_signature(settings, *more)  # type: ignore[attr-defined]
+        app.command(name, cls=SettingsCommand, options_metavar=usage)(command)
+        return command
+
+    return register
+
+
+@_command("run", SETTINGS, _INPUTS, _CONFIG, usage="--model MODEL -o OUT [OPTIONS]")
 def _run(inputs: list[str] | None, config: str | None, **given: Any) -> int:
     """Complete every prompt of an input and write the results, row for row.
 
@@ -70,18 +109,7 @@ def _run(inputs: list[str] | None, config: str | None, **given: Any) -> int:
     return run_command(inputs or [], config, given)
 
 
-_INPUTS = Annotated[list[str] | None, typer.Argument(metavar="INPUT", show_default=False)]
-_CONFIG = Annotated[
-    str | None, typer.Option(metavar="FILE", help="TOML file of these settings, dashes as underscores; options win.")
-]
-_run.__signature__ = command_signature(  # type: ignore[attr-defined]
-    SETTINGS,
-    Parameter("inputs", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=_INPUTS),
-    keyword("config", _CONFIG),
-)
-app.command("run", cls=SettingsCommand, options_metavar="--model MODEL -o OUT [OPTIONS]")(_run)
-
-
+@_command("plan", plan_options.SETTINGS, _INPUTS, _CONFIG, usage=_NEEDS_MODEL)
 def _plan(inputs: list[str] | None, config: str | None, **given: Any) -> int:
     """Look at a job without loading the model's weights: which rows will fail, how many tokens, what fits, how long.
 
@@ -91,14 +119,7 @@ def _plan(inputs: list[str] | None, config: str | None, **given: Any) -> int:
     return plan_command(inputs or [], config, given)
 
 
-_plan.__signature__ = command_signature(  # type: ignore[attr-defined]
-    plan_options.SETTINGS,
-    Parameter("inputs", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=_INPUTS),
-    keyword("config", _CONFIG),
-)
-app.command("plan", cls=SettingsCommand, options_metavar="--model MODEL [OPTIONS]")(_plan)
-
-
+@_command("bench", bench_options.SETTINGS, _INPUTS, _CONFIG, usage=_NEEDS_MODEL)
 def _bench(inputs: list[str] | None, config: str | None, **given: Any) -> int:
     """Run the same rows in several ways, and with other engines, and compare speed, latency and memory.
 
@@ -108,14 +129,7 @@ def _bench(inputs: list[str] | None, config: str | None, **given: Any) -> int:
     return bench_command(inputs or [], config, given)
 
 
-_bench.__signature__ = command_signature(  # type: ignore[attr-defined]
-    bench_options.SETTINGS,
-    Parameter("inputs", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=_INPUTS),
-    keyword("config", _CONFIG),
-)
-app.command("bench", cls=SettingsCommand, options_metavar="--model MODEL [OPTIONS]")(_bench)
-
-
+@_command("tune", tune_options.SETTINGS, _INPUTS, _CONFIG, usage=_NEEDS_MODEL)
 def _tune(inputs: list[str] | None, config: str | None, **given: Any) -> int:
     """Find the engine's fastest settings for an input, and write them for run --config.
 
@@ -127,14 +141,7 @@ def _tune(inputs: list[str] | None, config: str | None, **given: Any) -> int:
     return tune_command(inputs or [], config, given)
 
 
-_tune.__signature__ = command_signature(  # type: ignore[attr-defined]
-    tune_options.SETTINGS,
-    Parameter("inputs", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=_INPUTS),
-    keyword("config", _CONFIG),
-)
-app.command("tune", cls=SettingsCommand, options_metavar="--model MODEL [OPTIONS]")(_tune)
-
-
+@_command("simulate", simulate_options.SETTINGS, _CONFIG)
 def _simulate(config: str | None, **given: Any) -> int:
     """Run the real scheduler under a virtual clock, a cost in the model's place, and compare ways to batch.
 
@@ -144,12 +151,7 @@ def _simulate(config: str | None, **given: Any) -> int:
     return simulate_command(config, given)
 
 
-_simulate.__signature__ = command_signature(  # type: ignore[attr-defined]
-    simulate_options.SETTINGS, keyword("config", _CONFIG)
-)
-app.command("simulate", cls=SettingsCommand, options_metavar="[OPTIONS]")(_simulate)
-
-
+@_command("diagnose", diagnose_options.SETTINGS, _argument("target", "TARGET"))
 def _diagnose(target: str, **given: Any) -> int:
     """Name what holds a run back, with the evidence, what to set, and what a simulation says it would gain.
 
@@ -159,37 +161,22 @@ def _diagnose(target: str, **given: Any) -> int:
     return diagnose_command(target, given)
 
 
-_TARGET = Annotated[str, typer.Argument(metavar="TARGET", show_default=False)]
-_diagnose.__signature__ = command_signature(  # type: ignore[attr-defined]
-    diagnose_options.SETTINGS, Parameter("target", Parameter.POSITIONAL_OR_KEYWORD, annotation=_TARGET)
-)
-app.command("diagnose", cls=SettingsCommand, options_metavar="[OPTIONS]")(_diagnose)
-
-
-@app.command("merge")
-def _merge(
-    output: Annotated[str, typer.Argument(metavar="OUT", show_default=False, help="The output of the sharded job.")],
-    force_unlock: Annotated[
-        bool, typer.Option("--force-unlock", help="Take the output's lock from a run that is known to be gone.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where in the code an error arose.")] = False,
-) -> int:
+@_command("merge", MERGE_SETTINGS, _argument("output", "OUT", "The output of the sharded job."))
+def _merge(output: str, **given: Any) -> int:
     """Join the parts of a sharded job into one ordered output."""
-    return merge_command(output, force_unlock=force_unlock, quiet=quiet, debug=debug)
+    return merge_command(output, given)
 
 
-@app.command("report")
-def _report(
-    output: Annotated[str, typer.Argument(metavar="OUT", show_default=False, help="The output of a finished run.")],
-    page: Annotated[
-        str | None, typer.Option("--output", "-o", metavar="FILE", help="Where the page goes. [OUT.report.html]")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where in the code an error arose.")] = False,
-) -> int:
+_PAGE = keyword(
+    "page",
+    Annotated[str | None, typer.Option("--output", "-o", metavar="FILE", help="Where it goes. [OUT.report.html]")],
+)
+
+
+@_command("report", CONSOLE_SETTINGS, _argument("output", "OUT", "The output of a finished run."), _PAGE)
+def _report(output: str, page: str | None, **given: Any) -> int:
     """Write a page of HTML, in one file: the batch and the cache over time, latencies, requests, settings."""
-    return report_command(output, page, quiet=quiet, debug=debug)
+    return report_command(output, page, given)
 
 
 def main() -> int:

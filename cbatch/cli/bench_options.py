@@ -5,13 +5,22 @@ Used by `app`, `bench` and the docs' generator.
 
 from __future__ import annotations
 
-from cbatch.cli.options import BY_NAME, ENGINE_SETTINGS, MODEL_SETTINGS, ROW_SETTINGS
+from cbatch.cli.options import (
+    CONSOLE_SETTINGS,
+    ENGINE_SETTINGS,
+    MODEL_SETTINGS,
+    ONLY_IN_OUTPUT,
+    ROW_SETTINGS,
+    VERBOSE_LIBRARIES,
+    named,
+    taken_over,
+)
 from cbatch.cli.setting import Bounds, Setting
 from cbatch.config import BenchConfig
 
 BENCH = "Bench"
 MAX_REPEATS = 1_000
-ONLY_IN_OUTPUT = ("keep_columns", "return_token_ids")
+DEFAULTS = {"max_model_len": "the longest row's", "speculation": "off"}
 
 BENCH_SETTINGS = (
     Setting(
@@ -51,9 +60,9 @@ BENCH_SETTINGS = (
 
 SETTINGS = (
     *BENCH_SETTINGS,
-    *MODEL_SETTINGS,
-    *ENGINE_SETTINGS,
-    BY_NAME["max_tokens"],
-    *(setting for setting in ROW_SETTINGS if setting.name not in ONLY_IN_OUTPUT),
-    *(BY_NAME[name] for name in ("quiet", "verbose", "debug")),
+    *taken_over(MODEL_SETTINGS + ENGINE_SETTINGS, defaults=DEFAULTS),
+    *named("max_tokens"),
+    *taken_over(ROW_SETTINGS, without=ONLY_IN_OUTPUT),
+    VERBOSE_LIBRARIES,
+    *CONSOLE_SETTINGS,
 )

@@ -7,6 +7,7 @@ Leaves out merging with the command line, which wins, and what a whole configura
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,23 @@ from cbatch.tune.evidence import TABLE
 INPUTS = "inputs"  # the command's arguments, which have no option
 
 
-def read_config_file(path: str) -> dict[str, object]:
-    """Read the settings that a TOML file gives, each checked, under their own names."""
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """What a file gives; read once, as it may be a pipe."""
+
+    settings: dict[str, object] = field(default_factory=dict)  # checked, under their own names; the inputs too
+    evidence: dict[str, Any] = field(default_factory=dict)  # what a tuned file says of its making
+
+
+def read_config_file(path: str | None) -> ConfigFile:
+    """Read a file; without one nothing is given. Raises UsageError."""
+    if path is None:
+        return ConfigFile()
     given: dict[str, object] = {}
+    evidence: dict[str, Any] = {}
     for key, value in _load(path).items():
         if key == TABLE and isinstance(value, dict):
+            evidence = value
             continue
         spelled = f"{key} in {path}"
         if key == INPUTS:
@@ -32,13 +45,7 @@ def read_config_file(path: str) -> dict[str, object]:
         if setting.name in given:
             raise UsageError(f"{path} gives {setting.name} twice", hint=f"{key} is another word for it")
         given[setting.name] = setting.from_toml(value, spelled)
-    return given
-
-
-def read_evidence(path: str) -> dict[str, Any]:
-    """Read what a tuned file says of its making; {} where another file is no such one."""
-    evidence = _load(path).get(TABLE)
-    return evidence if isinstance(evidence, dict) else {}
+    return ConfigFile(given, evidence)
 
 
 def _load(path: str) -> dict[str, Any]:

@@ -10,10 +10,13 @@ import contextlib
 import io
 import os
 import sys
+import traceback
 import warnings
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import Console
 
 PROGRAM = "cbatch"
@@ -58,6 +61,17 @@ def say(message: str) -> None:
     """Print one line on standard error, whatever state that is in."""
     with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it: the exit code still says it
         print(f"{PROGRAM}: {one_line(message)}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+@contextlib.contextmanager
+def showing_traceback(*, debug: bool) -> Iterator[None]:
+    """Show where in the code an error arose, where that was asked for."""
+    try:
+        yield
+    except Exception:
+        if debug:
+            traceback.print_exc()
+        raise
 
 
 def summary_console(stream: TextIO | None = None) -> Console:

@@ -6,13 +6,12 @@ What was found goes to standard output, on what it rests to standard error.
 from __future__ import annotations
 
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.cli import diagnose_options
 from cbatch.cli.config_file import read_config_file
-from cbatch.cli.console import say
+from cbatch.cli.console import say, showing_traceback
 from cbatch.cli.run_options import read_given
 from cbatch.cli.setting import ConsoleConfig
 from cbatch.config import DiagnoseConfig
@@ -28,26 +27,26 @@ MAX_COMMAND_BYTES = 1 << 16
 def diagnose_command(target: str, given: dict[str, Any]) -> int:
     """Look at `target` and return the exit code."""
     found = read_given([], None, given, diagnose_options.SETTINGS)
-    console = ConsoleConfig(**found.of(ConsoleConfig))
-    try:
-        return _diagnose(target, DiagnoseConfig(**found.of(DiagnoseConfig)), console)
-    except Exception:
-        if console.debug:
-            traceback.print_exc()
-        raise
+    console = found.build(ConsoleConfig)
+    with showing_traceback(debug=console.debug):
+        return _diagnose(target, found.build(DiagnoseConfig), console)
 
 
 def _diagnose(target: str, config: DiagnoseConfig, console: ConsoleConfig) -> int:
     from cbatch.diagnose.diagnosis import write_diagnosis
+    from cbatch.io.atomic import check_target
 
-    diagnosis = _look_at(target, config)
     if config.output is not None:
-        write_diagnosis(Path(config.output), diagnosis)
+        read = {"what is looked at,": target, "the calibration": config.calibration, "the lengths": config.lengths}
+        check_target(Path(config.output), {name: what for what, name in read.items() if name is not None})
+    diagnosis = _look_at(target, config)
     if not console.quiet:
         say(f"looked at {diagnosis.subject}")
         for note in diagnosis.notes:
             say(note)
     sys.stdout.write(_text(diagnosis))
+    if config.output is not None:
+        write_diagnosis(Path(config.output), diagnosis)
     return EXIT_OK
 
 
@@ -58,12 +57,13 @@ def _look_at(target: str, config: DiagnoseConfig) -> Diagnosis:
 
     if is_vllm_command(target):
         return diagnose_vllm(target, config)
-    if target.endswith(TOML):
-        values = read_config_file(target)
-        return diagnose_settings(target, values, config)
-    text = _read_text(Path(target))
+    text = None if target.endswith(TOML) else _read_text(Path(target))
     if text is not None and is_vllm_command(text):
         return diagnose_vllm(text, config)
+    if config.vllm_version is not None:
+        raise UsageError("--vllm-version is for vllm command lines", hint=f"leave it out for {target}")
+    if target.endswith(TOML):
+        return diagnose_settings(target, read_config_file(target).settings, config)
     given = [name for name in ("calibration", "preset", "lengths") if getattr(config, name) is not None]
     if given:
         raise UsageError(

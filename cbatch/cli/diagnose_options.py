@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cbatch.cli.options import BY_NAME
+from cbatch.cli.options import CONSOLE_SETTINGS
 from cbatch.cli.setting import Setting
 from cbatch.config import DiagnoseConfig
 
@@ -52,4 +52,4 @@ DIAGNOSE_SETTINGS = (
     ),
 )
 
-SETTINGS = (*DIAGNOSE_SETTINGS, *(BY_NAME[name] for name in ("quiet", "debug")))
+SETTINGS = (*DIAGNOSE_SETTINGS, *CONSOLE_SETTINGS)

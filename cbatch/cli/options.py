@@ -5,6 +5,9 @@ Used by `app` (the command's signature), `config_file` and the docs' generator. 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
 from cbatch.cli.sampling_options import SAMPLING_SETTINGS
 from cbatch.cli.setting import Bounds, ConsoleConfig, Setting
 from cbatch.config import EngineConfig, JobConfig
@@ -324,3 +327,22 @@ JOB_SETTINGS = (
 SETTINGS = MODEL_SETTINGS + ENGINE_SETTINGS + SAMPLING_SETTINGS + ROW_SETTINGS + JOB_SETTINGS
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 ALIASES = {alias: setting for setting in SETTINGS for alias in setting.aliases}
+
+CONSOLE_SETTINGS = (BY_NAME["quiet"], BY_NAME["debug"])
+MERGE_SETTINGS = (BY_NAME["force_unlock"], *CONSOLE_SETTINGS)
+ONLY_IN_OUTPUT = ("keep_columns", "return_token_ids")  # for commands that write no rows
+VERBOSE_LIBRARIES = replace(BY_NAME["verbose"], help="Show what the model libraries have to say.")
+
+
+def taken_over(
+    settings: Iterable[Setting], *, defaults: Mapping[str, str] | None = None, without: Collection[str] = ()
+) -> tuple[Setting, ...]:
+    """Give settings of `run` for another command, leaving some out, with its own words for `defaults` that differ."""
+    words = defaults or {}
+    kept = (setting for setting in settings if setting.name not in without)
+    return tuple(replace(s, default=words[s.name]) if s.name in words else s for s in kept)
+
+
+def named(*names: str) -> tuple[Setting, ...]:
+    """Give the settings of `run` that have these names."""
+    return tuple(BY_NAME[name] for name in names)

@@ -5,13 +5,13 @@ Used by `app`, `plan` and the docs' generator.
 
 from __future__ import annotations
 
-from cbatch.cli.options import BY_NAME, ENGINE_SETTINGS, MODEL_SETTINGS, ROW_SETTINGS
+from cbatch.cli.options import ENGINE_SETTINGS, MODEL_SETTINGS, ONLY_IN_OUTPUT, ROW_SETTINGS, named, taken_over
 from cbatch.cli.sampling_options import SAMPLING_SETTINGS
 from cbatch.cli.setting import Setting
 from cbatch.config import PlanConfig
 
 PLAN = "Plan"
-ONLY_IN_OUTPUT = ("keep_columns", "return_token_ids", "goodput_ttft", "goodput_itl")
+GOODPUT = ("goodput_ttft", "goodput_itl")
 
 PLAN_SETTINGS = (
     Setting(
@@ -31,6 +31,6 @@ SETTINGS = (
     *MODEL_SETTINGS,
     *ENGINE_SETTINGS,
     *SAMPLING_SETTINGS,
-    *(setting for setting in ROW_SETTINGS if setting.name not in ONLY_IN_OUTPUT),
-    *(BY_NAME[name] for name in ("error_tolerance", "quiet", "verbose", "debug")),
+    *taken_over(ROW_SETTINGS, without=ONLY_IN_OUTPUT + GOODPUT),
+    *named("error_tolerance", "quiet", "verbose", "debug"),
 )

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import traceback
 from pathlib import Path
+from typing import Any
 
-from cbatch.cli.console import say
-from cbatch.errors import EXIT_OK, UsageError
+from cbatch.cli.console import say, showing_traceback
+from cbatch.cli.options import CONSOLE_SETTINGS
+from cbatch.cli.run_options import read_given
+from cbatch.cli.setting import ConsoleConfig
+from cbatch.errors import EXIT_OK
 
 
-def report_command(output: str, page: str | None, *, quiet: bool, debug: bool) -> int:
+def report_command(output: str, page: str | None, given: dict[str, Any]) -> int:
     """Write the page of the run whose output is `output`, and return the exit code."""
+    from cbatch.io.atomic import check_target
+    from cbatch.jobs.paths import report_path, trace_path
     from cbatch.report.page import html_path, write_page
 
-    target = html_path(Path(output)) if page is None else Path(page)
-    try:
-        if target.exists() and Path(output).exists() and target.samefile(output):
-            raise UsageError(f"the output {output} would be overwritten by its report", hint="name another file")
-        write_page(Path(output), target)
-    except Exception:
-        if debug:
-            traceback.print_exc()
-        raise
-    if not quiet:
+    console = read_given([], None, given, CONSOLE_SETTINGS).build(ConsoleConfig)
+    run = Path(output)
+    target = html_path(run) if page is None else Path(page)
+    with showing_traceback(debug=console.debug):
+        read = {output: "the output", str(report_path(run)): "the report", str(trace_path(run)): "the trace"}
+        check_target(target, read)
+        write_page(run, target)
+    if not console.quiet:
         say(f"{target}")
     return EXIT_OK

@@ -5,11 +5,9 @@ Leaves out the job itself (`cbatch.jobs`), which is imported only once the optio
 
 from __future__ import annotations
 
-import traceback
 from typing import Any
 
-from cbatch.cli.config_file import read_evidence
-from cbatch.cli.console import quieten_libraries, say
+from cbatch.cli.console import quieten_libraries, say, showing_traceback
 from cbatch.cli.run_options import RunOptions, read_options
 from cbatch.cli.stdout import copy_out, with_file
 from cbatch.jobs.spinning import limit_spinning
@@ -19,24 +17,19 @@ from cbatch.tune.evidence import loading_checked, other_work
 def run_command(inputs: list[str], config: str | None, given: dict[str, Any]) -> int:
     """Run one job and return the exit code."""
     options = read_options(inputs, config, given)
-    evidence = read_evidence(config) if config else {}
     quieten_libraries(verbose=options.console.verbose)
     limit_spinning()
-    try:
-        return _run(options, evidence)
-    except Exception:
-        if options.console.debug:
-            traceback.print_exc()
-        raise
+    with showing_traceback(debug=options.console.debug):
+        return _run(options)
 
 
-def _run(options: RunOptions, evidence: dict[str, Any]) -> int:
-    """Run the job; `evidence` is what the settings file says of how it came about, where it was tuned."""
+def _run(options: RunOptions) -> int:
     from cbatch.cli.summary import show_summary
     from cbatch.jobs.run import run_job
     from cbatch.jobs.stop import ignore_signals
 
     quiet, job = options.console.quiet, with_file(options.job)
+    evidence = options.evidence
     load = loading_checked(evidence, _say_nothing if quiet else say) if evidence else None
     summary = run_job(job, options.engine, load_engine=load, quiet=quiet, verbose=options.console.verbose)
     if summary.status == "interrupted":

@@ -7,14 +7,16 @@ and the input at hand.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from cbatch.cli.config_file import INPUTS, read_config_file
+from cbatch.cli.config_file import INPUTS, ConfigFile, read_config_file
 from cbatch.cli.options import BY_NAME, SETTINGS
 from cbatch.cli.setting import ConsoleConfig, Setting
 from cbatch.config import EngineConfig, JobConfig, SamplingParams
 from cbatch.errors import UsageError
+
+Target = TypeVar("Target")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class RunOptions:
     engine: EngineConfig
     job: JobConfig
     console: ConsoleConfig
+    evidence: dict[str, Any] = field(default_factory=dict)  # where the settings were tuned
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +36,20 @@ class Given:
     inputs: tuple[str, ...]
     values: dict[str, Any]
     settings: Sequence[Setting]
+    file: ConfigFile
 
     def of(self, target: type) -> dict[str, Any]:
         """Give what was given for the fields of `target`."""
         names = (setting.name for setting in self.settings if setting.target is target)
         return {name: self.values[name] for name in names if name in self.values}
+
+    def build(self, target: type[Target]) -> Target:
+        """Build a configuration of what was given for it."""
+        return target(**self.of(target))
+
+    def job(self, **others: Any) -> JobConfig:
+        """Build the job's configuration, with what no setting gives."""
+        return JobConfig(inputs=self.inputs, sampling=self.of(SamplingParams), **self.of(JobConfig), **others)
 
 
 def read_given(inputs: list[str], config: str | None, given: dict[str, Any], settings: Sequence[Setting]) -> Given:
@@ -45,10 +57,11 @@ def read_given(inputs: list[str], config: str | None, given: dict[str, Any], set
 
     `given` maps parameter names to text, lists of text or booleans; None stands for what was not given.
     """
-    in_file = read_config_file(config) if config else {}
-    found: Any = tuple(inputs) or in_file.pop(INPUTS, ())
-    values = {name: value for name, value in in_file.items() if BY_NAME.get(name) in settings}
-    return Given(found, values | _command_line(given, settings), settings)
+    file = read_config_file(config or None)
+    found: Any = tuple(inputs) or file.settings.get(INPUTS, ())
+    known = {(setting.name, setting.target) for setting in settings}
+    values = {name: value for name, value in file.settings.items() if (name, _target(name)) in known}
+    return Given(found, values | _command_line(given, settings), settings, file)
 
 
 def read_options(inputs: list[str], config: str | None, given: dict[str, Any]) -> RunOptions:
@@ -56,9 +69,10 @@ def read_options(inputs: list[str], config: str | None, given: dict[str, Any]) -
     found = read_given(inputs, config, given, SETTINGS)
     check_present(found, "run", output="-o OUT.jsonl or OUT.parquet")
     return RunOptions(
-        engine=EngineConfig(**found.of(EngineConfig)),
-        job=JobConfig(inputs=found.inputs, sampling=found.of(SamplingParams), **found.of(JobConfig)),
-        console=ConsoleConfig(**found.of(ConsoleConfig)),
+        engine=found.build(EngineConfig),
+        job=found.job(),
+        console=found.build(ConsoleConfig),
+        evidence=found.file.evidence,
     )
 
 
@@ -86,3 +100,8 @@ def _command_line(given: dict[str, Any], settings: Sequence[Setting]) -> dict[st
         is_text = isinstance(value, str | list)
         values[setting.name] = setting.from_text(value) if is_text else setting.check(value, setting.option)
     return values
+
+
+def _target(name: str) -> type | None:
+    """The configuration that `run` fills with this setting: another command may have one of the same name."""
+    return BY_NAME[name].target if name in BY_NAME else None

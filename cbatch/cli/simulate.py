@@ -5,12 +5,11 @@ The table goes to standard output, where the figures come from and what is being
 
 from __future__ import annotations
 
-import traceback
 from pathlib import Path
 from typing import Any
 
 from cbatch.cli import simulate_options
-from cbatch.cli.console import say
+from cbatch.cli.console import say, showing_traceback
 from cbatch.cli.run_options import Given, read_given
 from cbatch.cli.setting import ConsoleConfig
 from cbatch.config import EngineConfig, SimulateConfig
@@ -20,13 +19,9 @@ from cbatch.errors import EXIT_OK
 def simulate_command(config: str | None, given: dict[str, Any]) -> int:
     """Run one comparison and return the exit code."""
     found = read_given([], config, given, simulate_options.SETTINGS)
-    console = ConsoleConfig(**found.of(ConsoleConfig))
-    try:
+    console = found.build(ConsoleConfig)
+    with showing_traceback(debug=console.debug):
         return _simulate(found, console)
-    except Exception:
-        if console.debug:
-            traceback.print_exc()
-        raise
 
 
 def _simulate(found: Given, console: ConsoleConfig) -> int:
@@ -34,7 +29,8 @@ def _simulate(found: Given, console: ConsoleConfig) -> int:
     from cbatch.simulate.comparison import prepare_comparison
     from cbatch.simulate.results import write_results
 
-    config = SimulateConfig(**found.of(SimulateConfig))
+    config = found.build(SimulateConfig)
+    _check_targets(config)
     comparison = prepare_comparison(config, found.of(EngineConfig))
     if config.save_calibration is not None:
         comparison.calibration.save(Path(config.save_calibration))
@@ -47,9 +43,21 @@ def _simulate(found: Given, console: ConsoleConfig) -> int:
             say(f"{case.name} is simulated")
         results.append((case, figures))
     plan = comparison.plan_shards(config.gpus) if config.gpus is not None else None
-    if config.output is not None:
-        write_results(Path(config.output), comparison, results, plan)
     show_comparison(comparison, results)
     if plan is not None:
         show_shards(plan)
+    if config.output is not None:
+        write_results(Path(config.output), comparison, results, plan)
     return EXIT_OK
+
+
+def _check_targets(config: SimulateConfig) -> None:
+    """Refuse what cannot be written, or would be read, before anything is simulated. Raises UsageError, OutputError."""
+    from cbatch.io.atomic import check_target
+
+    read = {"the run": config.fit, "the calibration": config.calibration, "the file of lengths": config.lengths}
+    others = {name: what for what, name in read.items() if name is not None}
+    for target in (config.save_calibration, config.output):
+        if target is not None:
+            check_target(Path(target), others)
+            others[target] = "the calibration to be kept,"

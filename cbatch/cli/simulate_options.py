@@ -5,7 +5,7 @@ Used by `app`, `simulate` and the docs' generator.
 
 from __future__ import annotations
 
-from cbatch.cli.options import BY_NAME, DAY_S
+from cbatch.cli.options import CONSOLE_SETTINGS, DAY_S, named, taken_over
 from cbatch.cli.setting import Bounds, Setting
 from cbatch.config import SimulateConfig
 
@@ -172,6 +172,6 @@ ENGINE_NAMES = (
 
 SETTINGS = (
     *SIMULATE_SETTINGS,
-    *(BY_NAME[name] for name in ENGINE_NAMES),
-    *(BY_NAME[name] for name in ("quiet", "debug")),
+    *taken_over(named(*ENGINE_NAMES), defaults=dict.fromkeys(ENGINE_NAMES, "that of the run or the preset")),
+    *CONSOLE_SETTINGS,
 )

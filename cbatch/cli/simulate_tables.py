@@ -56,8 +56,9 @@ def show_comparison(comparison: Comparison, results: Sequence[tuple[Case, Figure
 def show_shards(plan: ShardedPlan) -> None:
     """Print what a job over several GPUs takes."""
     times = sorted(shard.duration_s for shard in plan.shards)
+    loading = "loading left out" if plan.load_s is None else f"{_duration(plan.load_s)} of loading included in each"
     _print(
-        f"{len(plan.shards)} GPUs: {_duration(plan.duration_s)}, {plan.gpu_hours:.4g} GPU-hours, "
+        f"{len(plan.shards)} GPUs: {_duration(plan.duration_s)}, {plan.gpu_hours:.4g} GPU-hours, {loading}; "
         f"{plan.output_tokens_per_s:,.0f} tokens/s; shards generate for {_duration(times[0])} to {_duration(times[-1])}"
     )
 

@@ -5,13 +5,22 @@ Used by `app`, `tune` and the docs' generator.
 
 from __future__ import annotations
 
-from cbatch.cli.options import BY_NAME, ENGINE_SETTINGS, MODEL_SETTINGS, ROW_SETTINGS
+from cbatch.cli.options import (
+    CONSOLE_SETTINGS,
+    ENGINE_SETTINGS,
+    MODEL_SETTINGS,
+    ONLY_IN_OUTPUT,
+    ROW_SETTINGS,
+    VERBOSE_LIBRARIES,
+    named,
+    taken_over,
+)
 from cbatch.cli.sampling_options import SAMPLING_SETTINGS
 from cbatch.cli.setting import Setting
 from cbatch.config import TuneConfig
 
 TUNE = "Tune"
-ONLY_IN_OUTPUT = ("keep_columns", "return_token_ids", "goodput_ttft", "goodput_itl")
+GOODPUT = ("goodput_ttft", "goodput_itl")
 
 TUNE_SETTINGS = (
     Setting(
@@ -54,6 +63,8 @@ SETTINGS = (
     *MODEL_SETTINGS,
     *ENGINE_SETTINGS,
     *SAMPLING_SETTINGS,
-    *(setting for setting in ROW_SETTINGS if setting.name not in ONLY_IN_OUTPUT),
-    *(BY_NAME[n] for n in ("restart", "force_unlock", "interrupted_exit_code", "quiet", "verbose", "debug")),
+    *taken_over(ROW_SETTINGS, without=ONLY_IN_OUTPUT + GOODPUT),
+    *named("restart", "force_unlock", "interrupted_exit_code"),
+    VERBOSE_LIBRARIES,
+    *CONSOLE_SETTINGS,
 )

@@ -19,6 +19,7 @@ from cbatch.engine.policies import SCHEDULERS, FifoScheduler
 from cbatch.engine.request import Request
 from cbatch.engine.scheduler import Scheduler
 from cbatch.engine.step import StepLimits, StepPlan
+from cbatch.errors import UsageError
 
 
 class WholePromptScheduler(FifoScheduler):
@@ -105,3 +106,12 @@ MODES: dict[str, Mode] = {
         Mode(CHUNKED),
     )
 }
+
+
+def parse_modes(text: str) -> list[str]:
+    """Read names of modes, separated by commas; each once. Raises UsageError."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in MODES:
+            raise UsageError(f"--modes names '{name}', which is none", hint=f"known: {', '.join(MODES)}")
+    return list(dict.fromkeys(names))

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -85,6 +86,13 @@ def fsync_directory(directory: Path) -> None:
             raise
 
 
+def write_json(path: Path, value: object) -> None:
+    """Write a value for people and programs to read; the file appears complete. Raises OutputError."""
+    with AtomicFile(path) as file:
+        file.file.write(json.dumps(value, indent=2).encode() + b"\n")
+        file.commit()
+
+
 def temporary_path(target: Path) -> Path:
     """Return the name that a file has until it is complete."""
     return target.with_name(f".{target.name}.partial")
@@ -109,6 +117,25 @@ def check_writable(path: Path) -> None:
                 os.fsync(file.fileno())
         finally:
             trial.unlink(missing_ok=True)
+
+
+def check_target(path: Path, others: Mapping[str, str]) -> None:
+    """Check, by trial, that a file can be written and is none of `others`, names of files and what they are.
+
+    Raises UsageError and OutputError.
+    """
+    check_writable(path)
+    for name, what in others.items():
+        if is_same_file(name, path):
+            raise UsageError(f"{what} {name} would be overwritten", hint="name another output")
+
+
+def is_same_file(name: str, path: Path) -> bool:
+    """Tell whether a file is there that both name."""
+    try:
+        return Path(name).samefile(path)
+    except (OSError, ValueError):
+        return False
 
 
 def check_folder(folder: Path, role: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from cbatch.engine.stats import EngineStats
 from cbatch.errors import UsageError
+from cbatch.io.atomic import write_json
 from cbatch.jobs import report as reporting
 from cbatch.jobs.assemble import Layout, Tick, assemble, columns_digest, content_digest
 from cbatch.jobs.checkpoint import CLOCK
@@ -75,12 +76,12 @@ def finish(
             "errors_file": failures,
             "output_bytes": paths.output.stat().st_size,
         }
-        reporting.write_report(paths.report, earlier)
+        write_json(paths.report, earlier)
     else:
         _check_untouched(paths.output, earlier)
         if part is not None and earlier.get("shard") != part.as_dict():  # other shards have other rows now
             earlier["shard"] = part.as_dict()
-            reporting.write_report(paths.report, earlier)
+            write_json(paths.report, earlier)
     if part is not None:
         mark_success(Path(setup.job.output), part.shard.count)
     return is_new, earlier

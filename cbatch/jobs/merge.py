@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import EXIT_OK, InputError, UsageError
-from cbatch.io.atomic import AtomicFile, writing
+from cbatch.io.atomic import AtomicFile, write_json, writing
 from cbatch.io.jsonform import load
 from cbatch.io.sinks import check_output
 from cbatch.jobs.lock import JobLock
 from cbatch.jobs.merged_report import merge_reports
 from cbatch.jobs.paths import errors_path, lock_path, report_path
-from cbatch.jobs.report import read_report, write_report
+from cbatch.jobs.report import read_report
 from cbatch.jobs.shards import PARTS_SUFFIX, find_problem, mark_success, part_path, parts_folder
 from cbatch.jobs.stop import Interrupted, Stop, handling_signals
 
@@ -68,7 +68,7 @@ def merge_parts(output: str, *, force_unlock: bool = False) -> MergeSummary:
             report = merge_reports(parts)
             _check_origin(path)
             num_rows = _MERGERS[path.suffix.lower()](path, parts, stop.check)
-            write_report(report_path(path), report)
+            write_json(report_path(path), report)
     except Interrupted as interrupted:
         return MergeSummary(INTERRUPTED_EXIT_CODE, path, reason=str(interrupted))
     return MergeSummary(EXIT_OK, path, count, num_rows)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cbatch.errors import UsageError
-from cbatch.io.atomic import check_folder, check_free, check_writable, temporary_path
+from cbatch.io.atomic import check_folder, check_free, check_writable, is_same_file, temporary_path
 from cbatch.io.sinks import check_output
 
 
@@ -47,7 +47,7 @@ class JobPaths:
             check_free(path)
         for name in inputs:
             for path in (self.output, errors_path(self.output), *beside):
-                if _same_file(name, path):
+                if is_same_file(name, path):
                     raise UsageError(f"the input {name} would be overwritten by this job", hint="name another output")
 
 
@@ -69,10 +69,3 @@ def trace_path(output: Path) -> Path:
 def errors_path(output: Path) -> Path:
     """Return where the failed requests of an OpenAI Batch are."""
     return output.with_name(f"{output.name}.errors.jsonl")
-
-
-def _same_file(name: str, path: Path) -> bool:
-    try:
-        return Path(name).samefile(path)
-    except (OSError, ValueError):
-        return False

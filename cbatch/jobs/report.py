@@ -17,7 +17,6 @@ from typing import Any
 
 from cbatch.config import EngineConfig, JobConfig
 from cbatch.engine.stats import EngineStats
-from cbatch.io.atomic import AtomicFile
 from cbatch.jobs.totals import Totals
 
 PACKAGES = ("cbatch", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
@@ -103,13 +102,6 @@ def peak_rss_bytes() -> int:
     except (OSError, StopIteration):  # elsewhere than on Linux, where getrusage counts what whoever started us had
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
-
-
-def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Write the report; it appears complete. Raises OutputError."""
-    with AtomicFile(path) as file:
-        file.file.write(json.dumps(report, indent=2).encode() + b"\n")
-        file.commit()
 
 
 def read_report(path: Path) -> dict[str, Any]:

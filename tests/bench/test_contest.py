@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from cbatch.bench.contest import Contest, Result
-from cbatch.bench.contestants import Contestant, read_modes, read_peers
+from cbatch.bench.contest import Contest, OnRun, Result, enter
+from cbatch.bench.contestants import Contestant, choose_modes, read_peers
 from cbatch.bench.workload import Workload
 from cbatch.config import EngineConfig
 from cbatch.errors import UsageError
@@ -33,14 +34,24 @@ def make_contest(**engine: object) -> Contest:
     return Contest(workload, config, "float32", "cpu", 2, Targets())
 
 
+def say_nothing(_result: Result, _repeat: int) -> None:
+    pass
+
+
+def hold(contestants: Sequence[Contestant], repeats: int = 1, on_run: OnRun = say_nothing) -> list[Result]:
+    results = enter(contestants)
+    make_contest().run(results, repeats, on_run)
+    return results
+
+
 def run(code: str) -> Result:
-    (result,) = make_contest().run([contestant("x", code)], 1, lambda _result, _repeat: None)
+    (result,) = hold([contestant("x", code)])
     return result
 
 
 def test_everybody_runs_in_turns_and_every_other_round_backwards() -> None:
     seen = []
-    results = make_contest().run(
+    results = hold(
         [contestant(name, GOOD) for name in "abc"],
         3,
         lambda result, repeat: seen.append((result.contestant.name, repeat)),
@@ -85,7 +96,7 @@ def test_a_run_that_fails_is_a_result_with_its_last_word(code: str, error: str) 
 
 def test_who_failed_once_takes_no_further_part_and_stops_nobody_else() -> None:
     seen = []
-    bad, good = make_contest().run(
+    bad, good = hold(
         [contestant("bad", "1 / 0"), contestant("good", GOOD)], 2, lambda result, _: seen.append(result.contestant.name)
     )
     assert seen == ["bad", "good", "good"]
@@ -133,20 +144,20 @@ def test_a_driver_ends_when_whoever_started_it_is_gone(tmp_path: Path) -> None:
     ("modes", "message"),
     [
         ("naive,fast", "--modes names 'fast', which is none"),
-        ("naive,,static", "--modes has an empty name"),
-        ("", "empty"),
+        ("naive,,static", "--modes names '', which is none"),
+        ("", "known: naive"),
     ],
 )
 def test_a_mode_that_is_none_is_a_usage_error(modes: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        read_modes(modes)
+        choose_modes(modes)
 
 
 def test_the_default_modes_are_all_there_are() -> None:
     from cbatch.config import BenchConfig
     from cbatch.engine.modes import MODES
 
-    assert [mode.name for mode in read_modes(BenchConfig().modes)] == list(MODES)
+    assert [mode.name for mode in choose_modes(BenchConfig().modes)] == list(MODES)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +181,7 @@ def test_a_peer_that_is_not_installed_takes_no_part_and_says_how_to_install_it(t
     here, there = read_peers(f"transformers,vllm={bare}")
     assert here.missing is None
     assert there.missing == f"vllm is not installed in {bare} (pip install vllm)"
-    result, other = make_contest().run([there, contestant("good", GOOD)], 1, lambda _result, _repeat: None)
+    result, other = hold([there, contestant("good", GOOD)])
     assert (result.error, other.error) == (there.missing, None)
 
 
@@ -179,6 +190,6 @@ def test_settings_of_the_environment_win_over_what_a_peer_runs_best_with(monkeyp
     who = Contestant("x", (sys.executable, "-c", READ + tell), {}, {"BEST": "best", "OTHER": "best"})
     monkeypatch.setenv("OTHER", "mine")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    (result,) = make_contest().run([who], 1, lambda _result, _repeat: None)
+    (result,) = hold([who])
     assert result.error == "2bestmine"
     assert "BEST" not in os.environ

@@ -130,15 +130,12 @@ def test_warm_up_rows_fit_what_the_rows_fit_and_share_no_prefix(longest: int) ->
 def test_the_driver_is_a_program_that_needs_no_cbatch_and_keeps_its_answer_apart(tmp_path: Path) -> None:
     (tmp_path / "vllm.py").write_text("print('chatter of a library')\nraise ImportError('one\\nno such library')\n")
     command = [sys.executable, "-S", peer_driver.__file__]
-    done = subprocess.run(
-        command,
-        input='{"peer": "vllm"}\n',
-        env={"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    # Closing its input may end it before it answers: what it does answer is JSON and nothing else.
-    assert done.returncode in (0, 1)
-    if done.stdout:
-        assert json.loads(done.stdout) == {"error": "ImportError: no such library"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"PYTHONPATH": str(tmp_path)}, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write('{"peer": "vllm"}\n')
+        process.stdin.flush()  # and left open: closing it would end the driver, perhaps before it answers
+        assert json.loads(process.stdout.read()) == {"error": "ImportError: no such library"}
+        assert process.wait(timeout=60) == 0

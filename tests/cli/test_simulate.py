@@ -50,12 +50,12 @@ def test_settings_come_from_a_file_too(tmp_path: Path) -> None:
         (("--preset", "x"), "there is no preset x"),
         (("--fit", "x.jsonl"), "no trace of x.jsonl"),
         (("--lengths", "x.jsonl"), "x.jsonl"),
-        (("--modes", "quick"), "unknown mode 'quick'"),
+        (("--modes", "quick"), "--modes names 'quick', which is none"),
         (("--gpus", "0"), "--gpus must be"),
         (("--arrivals", "-1"), "--arrivals must be"),
         (("--scheduler-type", "lifo"), "--scheduler-type must be one of"),
         (("--num-blocks", "1", "--rows", "2"), "holds no request"),
-        (("-o", "no/such/folder.json", "--rows", "1", "--modes", "naive"), "no/such/folder.json"),
+        (("-o", "no/such/folder.json", "--rows", "1", "--modes", "naive"), "no/such does not exist (mkdir -p "),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
