@@ -101,7 +101,7 @@ class Situation:
         """Observe a simulated run where there was no real one."""
         assert self.cost is not None
         assert self.workload is not None
-        session = TracedSession(1, {}, [])
+        session = TracedSession({}, [])
         recorder = _Recorder(session)
         Simulator(self.engine, self.cost, mode=self.mode, observer=recorder).run(self.sample)
         self.observed = observe(from_sessions([session]), self.engine)

@@ -56,9 +56,12 @@ def load_calibration(path: Path) -> Calibration:
 
 
 def fit_calibration(sessions: Sequence[TracedSession], output: str) -> Calibration:
-    """Fit to the traced sessions of a run. Raises InputError."""
-    fit = fit_cost(sessions)
-    return Calibration(fit.cost, sessions[-1].engine(), f"{output}, {fit.describe()}")
+    """Fit to the steps of all sessions of a run; the engine is the last one's. Raises InputError."""
+    fit, last = fit_cost(sessions), sessions[-1]
+    words = [output, fit.describe()]
+    words += [f"in {len(sessions)} sessions, of which the last one's engine is simulated"] if len(sessions) > 1 else []
+    words += ["its drafts left out"] if last.settings.get("speculation") else []
+    return Calibration(fit.cost, last.engine(), ", ".join(words))
 
 
 def preset_calibration(name: str) -> Calibration:

@@ -22,7 +22,7 @@ from cbatch.simulate.presets import PRESETS, Preset
 from cbatch.simulate.settings import SimulatedEngine
 from cbatch.simulate.shards import ShardedPlan, plan_shards
 from cbatch.simulate.simulator import Simulator
-from cbatch.simulate.tracefile import TracedSession, find_trace, read_trace
+from cbatch.simulate.tracefile import TracedSession, find_trace, output_of, read_trace
 from cbatch.simulate.workload import Lengths, SyntheticWorkload, Workload, arriving
 
 DEFAULT_PRESET = "h100-70b-fp8"
@@ -56,7 +56,7 @@ class Comparison:
     workload: Workload
     cases: tuple[Case, ...]
     measured_s: float | None  # how long the run really took, where that run is what is simulated
-    load_s: float  # of the model, as far as it is known
+    load_s: float | None  # of the model, where the run that the costs are fitted to says it
 
     def run(self, case: Case) -> Figures:
         """Simulate one case."""
@@ -97,17 +97,25 @@ def prepare_comparison(config: SimulateConfig, engine_settings: Mapping[str, Any
     cases += [Case(mode, mode, engine) for mode in modes]
     for case in cases:
         _check_any_fits(case, Simulator(case.engine, calibration.cost, mode=case.mode).most_tokens, workload)
-    is_that_run = bool(sessions) and not engine_settings and not _is_drawn(config) and config.arrivals is None
-    report = read_report(report_path(Path(config.fit))) if config.fit is not None else {}
+    report = _read_report(config)
+    load_s = report.get("load_s")
+    is_changed = engine_settings or _is_drawn(config) or config.arrivals is not None or config.lengths is not None
+    # A job that was resumed did some of its work twice, and one without a report is not done.
+    is_that_run = len(sessions) == 1 and report and not is_changed
     return Comparison(
         config,
         calibration,
         engine,
         workload,
         tuple(cases),
-        sum(session.duration_s for session in sessions) if is_that_run and config.lengths is None else None,
-        float(report.get("load_s") or 0.0),
+        measured_s=sessions[0].duration_s if is_that_run else None,
+        load_s=float(load_s) if isinstance(load_s, int | float) else None,
     )
+
+
+def _read_report(config: SimulateConfig) -> dict[str, Any]:
+    """Read the report beside the trace that costs are fitted to; {} where there is none."""
+    return read_report(report_path(output_of(Path(config.fit)))) if config.fit is not None else {}
 
 
 def _check_any_fits(case: Case, most_tokens: int, workload: Workload) -> None:

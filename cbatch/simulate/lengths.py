@@ -44,9 +44,13 @@ def read_lengths(path: str) -> GivenWorkload:
 
 
 def traced_lengths(sessions: Sequence[TracedSession]) -> GivenWorkload:
-    """Return the requests that finished in some sessions, in the order of their rows."""
-    requests = sorted(request for session in sessions for request in session.finished)
-    return _workload([_Lengths(r.prompt_tokens, r.output_tokens, r.cached_tokens, 0.0) for r in requests])
+    """Return the requests that finished in some sessions, in the order of their rows, each as it finished last.
+
+    A job that was killed runs again what its journal had not got yet.
+    """
+    requests = {(r.request, r.sample): r for session in sessions for r in session.finished}
+    ordered = [requests[key] for key in sorted(requests)]
+    return _workload([_Lengths(r.prompt_tokens, r.output_tokens, r.cached_tokens, 0.0) for r in ordered])
 
 
 def _lengths(columns: dict[str, Any], location: str) -> _Lengths | None:

@@ -17,6 +17,7 @@ from cbatch.engine.step import StepLimits
 from cbatch.errors import UsageError
 
 HINT = "correct it where it is given: an option, a calibration or a trace"
+MAX_BLOCKS = 1 << 24  # some gigabytes of bookkeeping
 COUNTS = ("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_model_len")
 
 
@@ -39,6 +40,11 @@ class SimulatedEngine:
     def __post_init__(self) -> None:
         for name in COUNTS:
             _check_count(name, getattr(self, name), least=1)
+        if self.num_blocks > MAX_BLOCKS:
+            raise UsageError(
+                f"num_blocks is {self.num_blocks}; a simulation keeps track of {MAX_BLOCKS} at most",
+                hint="lower --num-blocks, or take larger pages",
+            )
         _check_count("num_host_pages", self.num_host_pages, least=0)
         for window in self.layer_windows:
             _check_count("layer_windows", window or 1, least=1)

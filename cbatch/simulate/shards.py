@@ -24,26 +24,26 @@ class ShardedPlan:
     """A job over several GPUs."""
 
     shards: Sequence[Figures]
-    load_s: float  # of the model, in every shard
+    load_s: float | None  # of the model, in every shard; None: not known, and left out
 
     @property
     def duration_s(self) -> float:
-        """Until the slowest shard is done."""
-        return self.load_s + max(shard.duration_s for shard in self.shards)
+        """Until the slowest shard is done, loading included where it is known."""
+        return (self.load_s or 0.0) + max(shard.duration_s for shard in self.shards)
 
     @property
     def gpu_hours(self) -> float:
         """What all shards take together, each giving its GPU back when it is done."""
-        return sum(self.load_s + shard.duration_s for shard in self.shards) / HOUR_S
+        return sum((self.load_s or 0.0) + shard.duration_s for shard in self.shards) / HOUR_S
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Of the whole job, loading included."""
+        """Of the whole job, over `duration_s`."""
         return sum(shard.output_tokens for shard in self.shards) / self.duration_s if self.duration_s else 0.0
 
 
 def plan_shards(
-    engine: SimulatedEngine, cost: CostModel, workload: Workload, num_gpus: int, load_s: float
+    engine: SimulatedEngine, cost: CostModel, workload: Workload, num_gpus: int, load_s: float | None
 ) -> ShardedPlan:
     """Simulate every shard of a job on as many GPUs; those that get no row are left out."""
     works = list(workload)

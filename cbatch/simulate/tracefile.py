@@ -6,7 +6,6 @@ Read by the fit, by `diagnose` and by `report`. What a killed run left is read a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.engine.modes import CHUNKED
+from cbatch.engine.request import RequestStatus
 from cbatch.errors import InputError
 from cbatch.io.gziplog import read_log
 from cbatch.jobs.paths import trace_path
@@ -36,30 +36,17 @@ COLUMNS = (
     "cached_blocks",
     "free_blocks",
     "kv_waste",
-    "offloads",
-    "restores",
-    "soft_resets",
 )
+TRACE_SUFFIX = ".trace.jsonl.gz"
 OUTLYING = 4.0  # medians
 TRACE_HINT = "run the job with --trace, and --restart where it is finished already"
-
-
-class Event(NamedTuple):
-    """A request that came into a state, `at_s` seconds after the session's first step began."""
-
-    request: int
-    sample: int
-    state: str
-    at_s: float
-    prompt_tokens: int
-    generated: int
-    cached_tokens: int
 
 
 class FinishedLengths(NamedTuple):
     """A request that finished, and what it came to."""
 
     request: int
+    sample: int
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
@@ -67,9 +54,8 @@ class FinishedLengths(NamedTuple):
 
 @dataclass(slots=True)
 class TracedSession:
-    """One process's part of a trace."""
+    """One process's part of a trace: all of a job that was never resumed."""
 
-    number: int
     settings: dict[str, Any]
     layers: list[tuple[int | None, int]]
     num_host_pages: int = 0
@@ -124,11 +110,9 @@ class TracedSession:
         for name, column in self._columns.items():
             value = step.get(name)
             column.append(np.nan if value is None else value)
-        for event in map(_event, step["events"]):
-            if event.state == "finished" and event.generated > 0:
-                self.finished.append(
-                    FinishedLengths(event.request, event.prompt_tokens, event.generated, event.cached_tokens)
-                )
+        for request, sample, state, _at, prompt, generated, cached in step["events"]:
+            if state == RequestStatus.FINISHED.value and generated > 0:
+                self.finished.append(FinishedLengths(request, sample, prompt, generated, cached))
 
 
 ENGINE_SETTINGS = (
@@ -143,9 +127,14 @@ ENGINE_SETTINGS = (
 )
 
 
+def output_of(named: Path) -> Path:
+    """Return the output whose trace may have been named in its place."""
+    return named.with_name(named.name.removesuffix(TRACE_SUFFIX))
+
+
 def find_trace(output: Path) -> Path:
     """Return where the trace of an output is, which may be named itself. Raises InputError where there is none."""
-    path = output if output.name.endswith(".trace.jsonl.gz") else trace_path(output)
+    path = trace_path(output_of(output))
     if not path.is_file():
         raise InputError(f"there is no trace of {output} at {path}", hint=TRACE_HINT)
     return path
@@ -158,24 +147,10 @@ def read_trace(path: Path) -> list[TracedSession]:
         if "session" in line:
             layers = [(window, count) for window, count in line["layers"]]
             pages, mode = line.get("num_host_pages", 0), line.get("mode", CHUNKED)
-            sessions.append(TracedSession(line["session"], line["settings"], layers, pages, mode))
+            sessions.append(TracedSession(line["settings"], layers, pages, mode))
         elif sessions:
             sessions[-1].add(line)
     sessions = [session for session in sessions if session.num_steps]
     if not sessions:
         raise InputError(f"the trace {path} holds no step", hint=TRACE_HINT)
     return sessions
-
-
-def read_events(path: Path) -> Iterator[tuple[int, Event]]:
-    """Yield every event with the number of its session, in the order in which they were written."""
-    session = 0
-    for line in read_log(path):
-        if "session" in line:
-            session = line["session"]
-        else:
-            yield from ((session, _event(values)) for values in line["events"])
-
-
-def _event(values: list[Any]) -> Event:
-    return Event(*values)

@@ -12,6 +12,7 @@ import pytest
 from cbatch.config import SimulateConfig
 from cbatch.engine.modes import CHUNKED, MODES
 from cbatch.errors import CbatchError, InputError, UsageError
+from cbatch.io.gziplog import GzipLog, read_log
 from cbatch.simulate import comparison as comparison_module
 from cbatch.simulate.calibration import Calibration, load_calibration
 from cbatch.simulate.comparison import UNPAGED, prepare_comparison
@@ -59,6 +60,45 @@ def test_a_run_with_other_settings_is_not_compared_with_its_time(output: str) ->
     assert prepare(fit=output, arrivals=3.0).measured_s is None
     assert len(prepare(fit=output, rows=7).workload) == 7
     assert prepare(fit=output, engine={"page_size": 32}).engine.page_size == 32
+
+
+def test_a_run_is_found_by_its_traces_name_too(output: str) -> None:
+    named = prepare(fit=output + ".trace.jsonl.gz")
+    assert named.load_s == 7.5
+    assert named.measured_s == prepare(fit=output).measured_s is not None
+
+
+def test_what_is_not_known_of_loading_is_left_out_and_said(output: str) -> None:
+    Path(output + ".report.json").unlink()
+    comparison = prepare(fit=output)
+    assert (comparison.load_s, comparison.measured_s) == (None, None), "nor is a run done that has no report"
+    plan = comparison.plan_shards(2)
+    assert plan.load_s is None
+    assert plan.duration_s == max(shard.duration_s for shard in plan.shards)
+
+
+def test_a_resumed_jobs_rows_are_simulated_once_and_its_time_is_not_compared(
+    output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second session ends what the first one had begun, and runs again a row that the journal had not got."""
+    once = list(prepare(fit=output).workload)
+    works = draw(3, 40, prompts=(5, 100), outputs=(2, 40), shared=32)
+    clock = stop_the_clock(monkeypatch)
+    traced_run(tmp_path / "out.jsonl.trace.jsonl.gz", clock, works[:10], num_blocks=300)
+    resumed = prepare(fit=output)
+    assert list(resumed.workload) == once
+    assert resumed.measured_s is None
+    assert resumed.engine.num_blocks == 300
+    assert "in 2 sessions, of which the last one's engine is simulated" in resumed.calibration.source
+
+
+def test_drafts_are_said_to_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    works = draw(3, 10, prompts=(5, 100), outputs=(2, 40))
+    clock = stop_the_clock(monkeypatch)
+    for drafts in (0, 8):
+        traced_run(tmp_path / f"{drafts}.trace.jsonl.gz", clock, works, speculation=drafts)
+    assert "drafts left out" not in prepare(fit=str(tmp_path / "0")).calibration.source
+    assert "its drafts left out" in prepare(fit=str(tmp_path / "8")).calibration.source
 
 
 def test_a_kept_calibration_is_read_back(output: str, tmp_path: Path) -> None:
@@ -193,9 +233,19 @@ def test_what_is_no_calibration_is_said(tmp_path: Path, content: str, words: str
         load_calibration(tmp_path / "file.json")
 
 
-def test_a_trace_that_says_too_little_is_said(tmp_path: Path) -> None:
-    from cbatch.io.gziplog import GzipLog
+def test_a_trace_in_which_nothing_finished_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.trace.jsonl.gz"
+    traced_run(path, stop_the_clock(monkeypatch), draw(3, 1, prompts=(50, 60), outputs=(20, 30)))
+    lines = list(read_log(path))
+    path.unlink()
+    log = GzipLog(path)
+    log.append([json.dumps(line).encode() + b"\n" for line in lines[:-1]])
+    log.close()
+    with pytest.raises(InputError, match="no request finished in the trace"):
+        prepare(fit=str(tmp_path / "out"))
 
+
+def test_a_trace_that_says_too_little_is_said(tmp_path: Path) -> None:
     log = GzipLog(tmp_path / "out.trace.jsonl.gz")
     log.append([b'{"session": 1, "settings": {}, "layers": [[null, 1]]}\n'])
     log.close()
@@ -219,7 +269,9 @@ def test_an_engine_without_a_whole_count_of_everything_is_refused(name: str, val
         load_calibration(tmp_path / "kept.json")
 
 
-@pytest.mark.parametrize("wrong", [{"safety_margin": 1.0}, {"scheduler_type": "lifo"}, {"num_host_pages": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"num_blocks": 10**9}, {"safety_margin": 1.0}, {"scheduler_type": "lifo"}, {"num_host_pages": -1}]
+)
 def test_other_settings_that_no_engine_has_are_refused_too(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         ENGINE.changed(wrong)

@@ -37,7 +37,7 @@ def test_a_planted_cost_is_found(tmp_path: Path, clock: Clock) -> None:
 def test_hidden_tokens_are_found() -> None:
     rng = np.random.default_rng(0)
     hidden = CostModel(per_step_s=0.02, per_query_token_s=1e-4, per_kv_token_s=0, per_request_s=0, hidden_tokens=256)
-    session = TracedSession(1, {}, [(None, 1)])
+    session = TracedSession({}, [(None, 1)])
     at = 0.0
     for count in rng.integers(1, 1000, 400).tolist():
         duration = hidden.step_s(count, 0, 1, 0) * rng.uniform(0.97, 1.03)
