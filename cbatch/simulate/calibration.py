@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cbatch.errors import InputError, UsageError
-from cbatch.io.atomic import writing
+from cbatch.io.atomic import write_json
 from cbatch.simulate.cost import CostModel
 from cbatch.simulate.fit import fit_cost
 from cbatch.simulate.presets import PRESETS
@@ -37,8 +37,7 @@ class Calibration:
     def save(self, path: Path) -> None:
         """Write a file that `load_calibration` reads. Raises OutputError."""
         table = {"kind": KIND, "source": self.source, "cost": asdict(self.cost), "engine": asdict(self.engine)}
-        with writing(path):
-            path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+        write_json(path, table)
 
 
 def load_calibration(path: Path) -> Calibration:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.config import SimulateConfig
-from cbatch.engine.modes import CHUNKED, MODES, STATIC
+from cbatch.engine.modes import CHUNKED, STATIC, parse_modes
 from cbatch.errors import InputError, UsageError
 from cbatch.jobs.paths import report_path
 from cbatch.jobs.report import read_report
@@ -80,7 +80,7 @@ class Comparison:
 
 def prepare_comparison(config: SimulateConfig, engine_settings: Mapping[str, Any]) -> Comparison:
     """Read and check everything. Raises UsageError, InputError."""
-    modes = _modes(config.modes)
+    modes = parse_modes(config.modes)
     given = [name for name in ("preset", "fit", "calibration") if getattr(config, name) is not None]
     if len(given) > 1:
         words = " and ".join(f"--{name}" for name in given)
@@ -128,14 +128,6 @@ def _check_any_fits(case: Case, most_tokens: int, workload: Workload) -> None:
             hint=f"raise {'--num-blocks or --max-model-len' if case.engine.has_pages else '--reserve'}, "
             "or take shorter requests",
         )
-
-
-def _modes(text: str) -> Sequence[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = next((name for name in names if name not in MODES), None)
-    if unknown is not None or not names:
-        raise UsageError(f"unknown mode '{unknown or text}' in --modes", hint=f"there are {', '.join(MODES)}")
-    return list(dict.fromkeys(names))
 
 
 def _preset(config: SimulateConfig) -> Preset | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cbatch.io.atomic import AtomicFile
+from cbatch.io.atomic import write_json
 from cbatch.simulate.comparison import Case, Comparison
 from cbatch.simulate.figures import Figures
 from cbatch.simulate.shards import ShardedPlan
@@ -35,6 +34,4 @@ def write_results(
             "output_tokens_per_s": plan.output_tokens_per_s,
             "generate_s": [shard.duration_s for shard in plan.shards],
         }
-    with AtomicFile(path) as file:
-        file.file.write(json.dumps(table, indent=2).encode() + b"\n")
-        file.commit()
+    write_json(path, table)

@@ -11,7 +11,7 @@ import pytest
 
 from cbatch.config import SimulateConfig
 from cbatch.engine.modes import CHUNKED, MODES
-from cbatch.errors import CbatchError, InputError, UsageError
+from cbatch.errors import CbatchError, InputError, OutputError, UsageError
 from cbatch.io.gziplog import GzipLog, read_log
 from cbatch.simulate import comparison as comparison_module
 from cbatch.simulate.calibration import Calibration, load_calibration
@@ -106,6 +106,9 @@ def test_a_kept_calibration_is_read_back(output: str, tmp_path: Path) -> None:
     fitted.save(tmp_path / "kept.json")
     kept = load_calibration(tmp_path / "kept.json")
     assert (kept.cost, kept.engine) == (fitted.cost, fitted.engine)
+    with pytest.raises(OutputError, match="cannot write"):
+        fitted.save(tmp_path / "nowhere" / "kept.json")
+    assert [path.name for path in tmp_path.iterdir() if "kept" in path.name] == ["kept.json"]
     comparison = prepare(calibration=str(tmp_path / "kept.json"), rows=5)
     assert comparison.calibration.cost == fitted.cost
 
@@ -169,8 +172,8 @@ def test_shards_are_simulated_each_by_itself() -> None:
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"preset": "b200"}, "there is no preset b200 .*h100-70b-fp8"),
-    ({"modes": "fast"}, "unknown mode 'fast'"),
-    ({"modes": ","}, "unknown mode"),
+    ({"modes": "static,fast"}, "--modes names 'fast', which is none .*continuous"),
+    ({"modes": ","}, "--modes names '', which is none"),
     ({"preset": "h100-70b-fp8", "fit": "out"}, "both say what steps cost"),
     ({"fit": "nowhere.jsonl"}, "no trace of nowhere.jsonl .*--trace"),
     ({"calibration": "nowhere.json"}, "cannot read nowhere.json"),
