@@ -6,6 +6,7 @@ as it found in the cache, and the first prompt that is long enough as many as th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ PROMPT_COLUMNS = ("prompt_tokens", "cbatch_prompt_tokens")
 OUTPUT_COLUMNS = ("completion_tokens", "cbatch_completion_tokens", "output_tokens", "max_tokens")
 CACHED_COLUMNS = ("cached_tokens", "cbatch_cached_tokens")
 ARRIVAL_COLUMN = "arrival_s"
+NOTHING = (None, "")  # which a row has in a column that it lacks, the latter in CSV
 TOKEN_IDS = "prompt_token_ids"
 COLUMNS_HINT = (
     "a finished run's output has prompt_tokens and completion_tokens; in a file of your own, max_tokens and "
@@ -60,14 +62,23 @@ def _lengths(columns: dict[str, Any], location: str) -> _Lengths | None:
     output = _first(columns, OUTPUT_COLUMNS, location)
     if not prompt or not output:
         return None
-    arrival = columns.get(ARRIVAL_COLUMN) or 0.0
-    if not isinstance(arrival, int | float) or isinstance(arrival, bool) or not 0 <= arrival < float("inf"):
-        raise UsageError(f"{location}: {ARRIVAL_COLUMN} must be a number of seconds: it is {arrival!r}")
-    return _Lengths(prompt, output, min(prompt, _first(columns, CACHED_COLUMNS, location) or 0), float(arrival))
+    cached = min(prompt, _first(columns, CACHED_COLUMNS, location) or 0)
+    return _Lengths(prompt, output, cached, _arrival(columns.get(ARRIVAL_COLUMN), location))
+
+
+def _arrival(value: Any, location: str) -> float:
+    """Read when a request comes: a number, or its text, as CSV has it; nothing is the start."""
+    try:
+        seconds = 0.0 if value in NOTHING else float(value)
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if isinstance(value, bool) or not 0 <= seconds < math.inf:
+        raise UsageError(f"{location}: {ARRIVAL_COLUMN} must be a number of seconds: it is {value!r}")
+    return seconds
 
 
 def _first(columns: dict[str, Any], names: Iterable[str], location: str) -> int | None:
-    name = next((name for name in names if columns.get(name) is not None), None)
+    name = next((name for name in names if columns.get(name) not in NOTHING), None)
     if name is None:
         return None
     value = columns[name]

@@ -109,8 +109,8 @@ def test_a_file_of_ones_own_gives_its_lengths(tmp_path: Path) -> None:
     assert list(read_lengths(write(tmp_path / "in.jsonl", *rows))) == expected
     (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress((tmp_path / "in.jsonl").read_bytes()))
     assert list(read_lengths(str(tmp_path / "in.jsonl.gz"))) == expected
-    (tmp_path / "in.csv").write_text("prompt_tokens,max_tokens\n8,2\n")
-    assert list(read_lengths(str(tmp_path / "in.csv"))) == [Work(8, 2)]
+    (tmp_path / "in.csv").write_text("prompt_tokens,max_tokens,arrival_s\n3,4,2.0\n8,2,0.5\n9,1,\n,,\n")
+    assert list(read_lengths(str(tmp_path / "in.csv"))) == [Work(9, 1), *expected]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,10 @@ def test_a_file_of_ones_own_gives_its_lengths(tmp_path: Path) -> None:
         ({"prompt_tokens": 3}, InputError, "completion_tokens"),
         ({"prompt_tokens": -3, "max_tokens": 4}, UsageError, "in.jsonl:1: prompt_tokens must be a whole number"),
         ({"prompt_tokens": 3, "max_tokens": "many"}, UsageError, "max_tokens must be"),
-        ({"prompt_tokens": 3, "max_tokens": 4, "arrival_s": "noon"}, UsageError, "arrival_s must be"),
+        *(
+            ({"prompt_tokens": 3, "max_tokens": 4, "arrival_s": value}, UsageError, "arrival_s must be")
+            for value in ("noon", -1, "nan", "inf", True, [], 10**400)
+        ),
     ],
 )
 def test_lengths_that_are_none_are_said(tmp_path: Path, row: dict[str, Any], error: type, words: str) -> None:
