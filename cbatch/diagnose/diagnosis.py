@@ -11,6 +11,7 @@ from typing import Any
 from cbatch.compatibility import EXCLUSIONS, Facts
 from cbatch.config import DiagnoseConfig, EngineConfig
 from cbatch.diagnose.findings import Conflict, Diagnosis
+from cbatch.diagnose.prefixes import is_batch_file, is_gone_once_read
 from cbatch.diagnose.rules import apply_rules
 from cbatch.diagnose.subjects import of_run, of_settings, of_vllm
 from cbatch.diagnose.vllm import parse_command, parse_version
@@ -22,36 +23,40 @@ from cbatch.simulate.lengths import read_lengths
 from cbatch.simulate.presets import PRESETS
 from cbatch.simulate.workload import Lengths, SyntheticWorkload, Workload
 
-ASSUMED = (
-    "predictions rest on the preset {preset} and its workload: --calibration (of `cbatch simulate --fit OUT "
-    "--save-calibration FILE`) and --lengths make them yours"
+ASSUMED_COST = (
+    "what steps cost is that of the preset {preset}: --calibration (of `cbatch simulate --fit OUT --save-calibration "
+    "FILE`) makes it yours"
 )
-NO_TRACE = "without a trace nothing can be predicted: run the job with --trace"
+ASSUMED_WORKLOAD = "what comes in is drawn as the preset {preset} says: --lengths makes it yours"
 
 
 def diagnose_run(output: str) -> Diagnosis:
     """Look at a finished run. Raises InputError."""
     situation, subject = of_run(Path(output))
-    notes = () if situation.can_predict else (NO_TRACE,)
-    return Diagnosis(subject, tuple(apply_rules(situation)), notes=notes)
+    notes = [] if situation.can_predict else [situation.unpredictable]
+    return Diagnosis(subject, tuple(apply_rules(situation)), notes=(*notes, *situation.notes), unseen=situation.unseen)
 
 
 def diagnose_settings(path: str, values: Mapping[str, Any], config: DiagnoseConfig) -> Diagnosis:
     """Look at the settings that a TOML file gives. Raises UsageError, InputError."""
-    calibration, workload, notes = _basis(config)
+    calibration, workload, notes = _basis(config, values)
     inputs = values.get("inputs") or ([config.lengths] if config.lengths is not None else [])
-    conflicts, more = _conflicts(values)
-    situation = of_settings(calibration, values, workload, inputs)
-    return Diagnosis(f"the settings in {path}", tuple(apply_rules(situation)), conflicts, (*more, *notes))
+    facts, more = _facts(values)
+    situation = of_settings(calibration, values, workload, inputs, can_share=not facts.has_windows)
+    findings = tuple(apply_rules(situation))
+    notes = (*more, *notes, *situation.notes)
+    return Diagnosis(f"the settings in {path}", findings, _conflicts(facts), notes, situation.unseen)
 
 
 def diagnose_vllm(text: str, config: DiagnoseConfig) -> Diagnosis:
     """Look at a vLLM command line. Raises UsageError, InputError."""
     version = parse_version(config.vllm_version) if config.vllm_version is not None else None
     command = parse_command(text)
-    calibration, workload, notes = _basis(config)
+    calibration, workload, notes = _basis(config, command.engine)
     inputs = [config.lengths] if config.lengths is not None else []
     situation, said = of_vllm(calibration, command, workload, inputs)
+    if command.defaults:
+        notes = (*notes, f"taken as vLLM's defaults on a large GPU: {', '.join(command.defaults)}")
     if command.ignored:
         notes = (*notes, f"not looked at: {', '.join(command.ignored)}")
     if command.gpu_memory_utilization is not None and command.gpu_memory_utilization < DEFAULT_UTILIZATION:
@@ -59,7 +64,8 @@ def diagnose_vllm(text: str, config: DiagnoseConfig) -> Diagnosis:
         notes = (*notes, f"{low}: the cache is smaller than what was simulated")
     subject = f"a vllm command line for {command.model or 'a model that it does not name'}"
     findings = (*apply_rules(situation), *said)
-    return Diagnosis(subject, findings, tuple(command.conflicts(version)), notes)
+    conflicts = tuple(command.conflicts(version))
+    return Diagnosis(subject, findings, conflicts, (*notes, *situation.notes), situation.unseen)
 
 
 DEFAULT_UTILIZATION = 0.9
@@ -72,39 +78,44 @@ def write_diagnosis(path: Path, diagnosis: Diagnosis) -> None:
         file.commit()
 
 
-def _basis(config: DiagnoseConfig) -> tuple[Calibration, Workload, tuple[str, ...]]:
-    """Find what steps cost and what comes in, and say what of it is assumed."""
+def _basis(config: DiagnoseConfig, given: Mapping[str, Any]) -> tuple[Calibration, Workload, tuple[str, ...]]:
+    """Find what steps cost and what comes in, and say what of it is assumed; `given` are settings of the engine."""
     if config.preset is not None and config.calibration is not None:
         raise UsageError("--preset and --calibration both say what steps cost", hint="give one of them")
-    preset = config.preset or DEFAULT_PRESET
+    preset, notes = config.preset or DEFAULT_PRESET, []
     if config.calibration is not None:
         calibration = load_calibration(Path(config.calibration))
     else:
         calibration = preset_calibration(preset)
-    known = PRESETS.get(preset, PRESETS[DEFAULT_PRESET])
-    most = calibration.engine.max_model_len - 1
-    drawn = SyntheticWorkload(
-        count=known.rows,
-        prompt_tokens=Lengths.parse(known.prompt_tokens, most),
-        output_tokens=Lengths.parse(known.output_tokens, most),
-    )
-    workload = read_lengths(config.lengths) if config.lengths is not None else drawn
-    is_assumed = config.calibration is None or config.lengths is None
-    return calibration, workload, (ASSUMED.format(preset=preset),) if is_assumed else ()
+        notes.append(ASSUMED_COST.format(preset=preset))
+    if config.lengths is not None:
+        workload: Workload = read_lengths(config.lengths)
+    else:
+        known = PRESETS[preset]
+        most = calibration.engine.max_model_len - 1
+        prompts, outputs = (Lengths.parse(text, most) for text in (known.prompt_tokens, known.output_tokens))
+        workload = SyntheticWorkload(count=known.rows, prompt_tokens=prompts, output_tokens=outputs)
+        notes.append(ASSUMED_WORKLOAD.format(preset=preset))
+    own = calibration.engine
+    taken = [f"max_model_len {own.max_model_len}"] if given.get("max_model_len") is None else []
+    taken += [f"a cache of {own.num_blocks * own.page_size} tokens"] if given.get("num_blocks") is None else []
+    if taken:
+        notes.append(f"not given, so as in the {'preset' if config.calibration is None else 'calibration'}: ")
+        notes[-1] += " and ".join(taken)
+    return calibration, workload, tuple(notes)
 
 
-def _conflicts(values: Mapping[str, Any]) -> tuple[tuple[Conflict, ...], tuple[str, ...]]:
-    """List what excludes one another among settings, the model looked at where it can be; and what could not be."""
-    facts, notes = _facts(values)
-    found = [
+def _conflicts(facts: Facts) -> tuple[Conflict, ...]:
+    """List what excludes one another."""
+    return tuple(
         Conflict(f"{exclusion.one} with {exclusion.other}", exclusion.why, exclusion.hint or "it is off by itself")
         for exclusion in EXCLUSIONS
         if exclusion.excludes(facts)
-    ]
-    return tuple(found), notes
+    )
 
 
 def _facts(values: Mapping[str, Any]) -> tuple[Facts, tuple[str, ...]]:
+    """Gather what is known of a run with these settings, its model looked at where it can be; say what could not be."""
     output, inputs = str(values.get("output", "")), values.get("inputs") or ()
     device = values.get("device", "auto")
     known: dict[str, Any] = {
@@ -115,7 +126,8 @@ def _facts(values: Mapping[str, Any]) -> tuple[Facts, tuple[str, ...]]:
         "shard": "shard" in values,
         "completion_order": values.get("order") == "completion",
         "device": None if device == "auto" else device,
-        "input_once": "-" in inputs,
+        "input_once": is_gone_once_read(inputs),
+        "openai_batch": is_batch_file(inputs, values),
         "parquet_output": output.endswith(".parquet"),
         "stdout": output == "-",
     }

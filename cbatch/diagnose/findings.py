@@ -55,3 +55,11 @@ class Diagnosis:
     findings: tuple[Finding, ...]  # the weightiest first
     conflicts: tuple[Conflict, ...] = ()
     notes: tuple[str, ...] = ()
+    unseen: str = ""  # what was not seen, so that having found nothing there says nothing
+
+    @property
+    def verdict(self) -> str:
+        """What there is to say where nothing was found."""
+        if self.unseen:
+            return f"nothing was found in what was seen; it was not seen {self.unseen}"
+        return "nothing holds it back that a setting would help"

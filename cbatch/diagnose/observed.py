@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cbatch.engine.modes import CHUNKED
 from cbatch.simulate.settings import SimulatedEngine
 from cbatch.simulate.tracefile import TracedSession
 
@@ -29,9 +30,11 @@ class Steps:
     prefill_tokens: Column
     decode_tokens: Column
     running: Column  # after the step
+    left_out: Column  # running requests that had no place in it; 0 where that is not known
     waiting: Column
     usage: Column  # share of the cache that requests own
     waste: Column
+    is_each: bool  # else points, in which what several steps did is averaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +45,10 @@ class Observed:
     full: float  # as many requests as allowed, and more waiting
     at_budget: float  # as many tokens as allowed, prompts among them
     short_of_cache: float  # requests waiting that the cache had no room for
-    unfilled: float  # requests waiting although limits and cache had room for them
+    short_usage: float  # of the cache, while it was so
+    unfilled: float  # requests waiting although limits and cache had room for them: nobody joined a batch under way
     small: float  # a few requests decoding, nothing else to do
     small_requests: float  # how many, on average
-    whole_prompts: float  # more tokens than allowed: a prompt that was not split
-    mean_running: float
     mean_usage: float
     max_usage: float
     waste: float
@@ -65,14 +67,16 @@ def from_sessions(sessions: Sequence[TracedSession]) -> Steps:
         prefill_tokens=column("prefill_tokens"),
         decode_tokens=column("decode_tokens"),
         running=np.maximum(column("running"), column("requests")),
+        left_out=np.maximum(0, column("running") - column("requests")),
         waiting=column("waiting"),
         usage=owned / np.maximum(owned + free, 1e-9),
         waste=np.nan_to_num(column("kv_waste")),
+        is_each=True,
     )
 
 
 def from_series(series: dict[str, Any], duration_s: float) -> Steps | None:
-    """Take the points of a report's series; None where it has none."""
+    """Take the points of a report's series, of a session that took so long; None where it has none."""
     at = np.asarray(series.get("at_s") or [], dtype=np.float64)
     if len(at) == 0:
         return None
@@ -82,24 +86,30 @@ def from_series(series: dict[str, Any], duration_s: float) -> Steps | None:
         seconds=seconds,
         **columns,
         running=np.asarray(series["running"], dtype=np.float64),
+        left_out=np.zeros_like(at),
         waiting=np.asarray(series["waiting"], dtype=np.float64),
         usage=np.asarray(series["cache_usage"], dtype=np.float64),
         waste=np.asarray(series["kv_waste"], dtype=np.float64),
+        is_each=False,
     )
 
 
-def observe(steps: Steps, engine: SimulatedEngine) -> Observed:
-    """See what the steps of an engine come to."""
+def observe(steps: Steps, engine: SimulatedEngine, mode: str) -> Observed:
+    """See what the steps of an engine come to, which batched in `mode`."""
     seconds, tokens = steps.seconds, steps.prefill_tokens + steps.decode_tokens
     total = float(seconds.sum())
     waits = steps.waiting > 0
-    full = waits & (steps.running >= NEAR * engine.max_requests_per_batch)
+    has_place = steps.left_out == 0
+    full = waits & has_place & (steps.running >= NEAR * engine.max_requests_per_batch)
     at_budget = (tokens >= NEAR * engine.max_batch_tokens) & (steps.prefill_tokens > 0)
     margin = engine.safety_margin if engine.safety_margin is not None else 0.0
-    held_back = waits & ~full & ~at_budget
-    lacks_room = held_back & ((steps.usage > ROOMY) | (steps.usage > 1 - margin))
+    held_back = (waits | ~has_place) & ~full & ~at_budget
+    is_short = (steps.usage > ROOMY) | (steps.usage > 1 - margin)
+    if mode == CHUNKED and steps.is_each:
+        is_short |= held_back  # nothing else holds it back: room is kept for what requests grow to, or for reading
+    lacks_room = held_back & is_short
     only_decodes = (steps.prefill_tokens == 0) & (steps.decode_tokens > 0)
-    small = only_decodes & ~waits & (steps.decode_tokens <= SMALL_BATCH)
+    small = only_decodes & ~waits & has_place & (steps.decode_tokens <= SMALL_BATCH)
     decoding = steps.decode_tokens > 0
 
     def share(where: NDArray[np.bool_]) -> float:
@@ -113,11 +123,10 @@ def observe(steps: Steps, engine: SimulatedEngine) -> Observed:
         full=share(full),
         at_budget=share(at_budget),
         short_of_cache=share(lacks_room),
+        short_usage=mean(steps.usage[lacks_room], seconds[lacks_room]),
         unfilled=share(held_back & ~lacks_room),
         small=share(small),
         small_requests=mean(steps.decode_tokens[small], seconds[small]),
-        whole_prompts=share(tokens > engine.max_batch_tokens),
-        mean_running=mean(steps.running),
         mean_usage=mean(steps.usage),
         max_usage=float(steps.usage.max(initial=0.0)),
         waste=float(steps.waste.mean()) if len(steps.waste) else 0.0,

@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from cbatch.diagnose.findings import Cause, Finding
-from cbatch.diagnose.observed import SMALL_BATCH
+from cbatch.diagnose.observed import ROOMY, SMALL_BATCH
 from cbatch.diagnose.situation import Situation
-from cbatch.engine.modes import CHUNKED, CONTINUOUS, STATIC
+from cbatch.engine.modes import CHUNKED, CONTINUOUS, NAIVE, STATIC
+from cbatch.simulate.cost import CostModel
 
 LEAST_GAIN = 0.03  # of the time that is worth a word
 HINT = 0.1  # share of the time from which on something is looked into
@@ -25,7 +26,6 @@ FINE_PAGE = 16  # tokens
 FACTORS = (2, 4, 8)
 ENOUGH = 0.9  # of the best gain; the smallest change that has it is what is advised
 HALF = 0.5  # of the drafts that are right, where nothing is known of them
-NO_TRACE = "how much it would gain can be said of a run with --trace"
 
 Rule = Callable[[Situation], Finding | None]
 
@@ -37,8 +37,9 @@ def reading(situation: Situation) -> Finding | None:
     if idle < LEAST_GAIN and facts.starved_share < HINT:
         return None
     gain: float | None = idle
-    if situation.can_predict and _is_whole(situation):
-        gain = max(idle, 1 - situation.predict().duration_s / facts.generate_s)
+    measured_s = situation.measured_s
+    if measured_s and situation.can_predict and _is_whole(situation):
+        gain = max(idle, 1 - situation.predict().duration_s / measured_s)
     elif facts.starved_share > PLAIN:
         gain = idle or None
     if gain is not None and gain < LEAST_GAIN:
@@ -50,7 +51,7 @@ def reading(situation: Situation) -> Finding | None:
         advice="give prompt_token_ids instead of text, a local and uncompressed input, or more CPU to this process; no "
         "setting of the engine helps",
         gain=gain,
-        assumption=NO_TRACE if gain is None else "",
+        assumption=situation.unpredictable if gain is None else "",
     )
 
 
@@ -94,11 +95,13 @@ def memory(situation: Situation) -> Finding | None:
     observed, facts = situation.observed, situation.facts
     if observed is None or (observed.short_of_cache < HINT and not facts.preemptions):
         return None
-    again = facts.recomputed_tokens / max(1, facts.computed_tokens + facts.recomputed_tokens)
     evidence = f"requests waited for room in the cache for {observed.short_of_cache:.0%} of the time"
     evidence += f", which was {observed.mean_usage:.0%} full on average and {observed.max_usage:.0%} at most"
+    evidence += _why_room_is_kept(situation) if observed.short_of_cache and observed.short_usage < ROOMY else ""
     if facts.preemptions:
-        evidence += f"; {facts.preemptions} times one was moved out, and {again:.0%} of all tokens were computed again"
+        evidence += f"; {facts.preemptions} times one was moved out"
+    if facts.recomputed_share:
+        evidence += f"; {facts.recomputed_share:.0%} of all tokens were computed again"
     wastes = observed.waste >= WASTEFUL
     strong = observed.short_of_cache > PLAIN and not wastes
     base = _finer_pages(situation) if wastes else {}
@@ -106,7 +109,11 @@ def memory(situation: Situation) -> Finding | None:
     if finding is None:
         return None
     advice = situation.options.get("memory", f"raise --max-memory-percent, until there is room for {finding.advice}")
-    if facts.recomputed_tokens:
+    if situation.has_given_blocks:  # which hold, whatever memory there is
+        advice = f"{finding.advice}, or leave it out and {advice}"
+    if base:
+        advice += f", with {situation.spell('page_size', FINE_PAGE)}"
+    if facts.recomputed_share:
         advice += situation.options.get("offload", ", or give --cpu-offload-space, which keeps what is moved out")
     return replace(finding, advice=advice)
 
@@ -119,8 +126,10 @@ def paging(situation: Situation) -> Finding | None:
     evidence = f"{observed.waste:.0%} of the cache that requests took held no token: a page has "
     evidence += f"{situation.engine.page_size} tokens"
     advice = situation.spell("page_size", FINE_PAGE)
+    if situation.has_given_blocks:
+        advice += f" and {situation.spell('num_blocks', finer['num_blocks'])}, which is a cache of the same size"
     if not situation.can_predict:
-        return Finding(cause="paging", evidence=evidence, advice=advice, assumption=NO_TRACE)
+        return Finding(cause="paging", evidence=evidence, advice=advice, assumption=situation.unpredictable)
     gain = situation.gain(situation.predict(**finer))
     return Finding(cause="paging", evidence=evidence, advice=advice, gain=gain) if gain >= LEAST_GAIN else None
 
@@ -128,16 +137,18 @@ def paging(situation: Situation) -> Finding | None:
 def continuous_batching(situation: Situation) -> Finding | None:
     """A batch that is not refilled when requests leave it."""
     observed = situation.observed
-    if observed is None or observed.unfilled < HINT:
+    if observed is None or situation.mode not in (NAIVE, STATIC) or observed.unfilled < HINT:
         return None
     evidence = (
         f"for {observed.unfilled:.0%} of the time requests waited although the limits and the cache had room for them: "
         "the batch waits for its slowest request"
     )
-    advice = "refill the batch at every step: cbatch run does, and --safety-margin 0 keeps no room back"
+    advice = "refill the batch at every step, as cbatch run does"
     if not situation.can_predict:
-        return Finding(cause="continuous batching", evidence=evidence, advice=advice, assumption=NO_TRACE)
-    gain = situation.gain(situation.predict(mode=CHUNKED, safety_margin=0.0))
+        return Finding(
+            cause="continuous batching", evidence=evidence, advice=advice, assumption=situation.unpredictable
+        )
+    gain = situation.gain(situation.predict(mode=CHUNKED))
     if gain < LEAST_GAIN:
         return None
     return Finding(cause="continuous batching", evidence=evidence, advice=advice, gain=gain)
@@ -148,8 +159,8 @@ def chunked_prefill(situation: Situation) -> Finding | None:
     observed, engine = situation.observed, situation.engine
     if observed is None or engine.max_requests_per_batch == 1 or not situation.can_predict:
         return None
-    is_whole = situation.mode == CONTINUOUS or observed.whole_prompts > 0
-    if situation.mode == STATIC or not (is_whole or observed.longest_step > 2 * LEAST_ITL_FACTOR):
+    is_whole = situation.mode == CONTINUOUS
+    if situation.mode in (NAIVE, STATIC) or not (is_whole or observed.longest_step > 2 * LEAST_ITL_FACTOR):
         return None  # in a waiting batch prompts come first, and nobody decodes meanwhile
     finer = min(engine.max_batch_tokens, max(engine.max_batch_tokens // 4, 2 * engine.max_requests_per_batch))
     budgets = [engine.max_batch_tokens, finer] if is_whole else [finer]
@@ -179,7 +190,7 @@ def prefix_sharing(situation: Situation) -> Finding | None:
     evidence = f"{share:.0%} of what the prompts say stands at the start of an earlier one, and sharing is off"
     advice = situation.options.get("allow_block_sharing", "leave --no-allow-block-sharing out")
     if not situation.can_predict:
-        return Finding(cause="prefix sharing", evidence=evidence, advice=advice, assumption=NO_TRACE)
+        return Finding(cause="prefix sharing", evidence=evidence, advice=advice, assumption=situation.unpredictable)
     gain = situation.gain(situation.predict(allow_block_sharing=True, shared_share=share))
     return Finding(cause="prefix sharing", evidence=evidence, advice=advice, gain=gain) if gain >= LEAST_GAIN else None
 
@@ -189,22 +200,13 @@ def speculation(situation: Situation) -> Finding | None:
     facts, observed, cost = situation.facts, situation.observed, situation.cost
     if situation.speculation is None or observed is None or cost is None:
         return None
-    wrong = facts.drafted_tokens - facts.accepted_tokens
-    if facts.drafted_tokens and wrong > facts.accepted_tokens:
-        lost = wrong * (cost.per_query_token_s + cost.per_kv_token_s) / max(facts.generate_s, 1e-9)
-        if lost < LEAST_GAIN:
-            return None
-        return Finding(
-            cause="speculation",
-            evidence=f"{wrong} of {facts.drafted_tokens} drafted tokens were wrong, and were computed for nothing",
-            advice=situation.options.get("no_speculation", "--no-speculation, or leave --speculation out"),
-            gain=lost,
-        )
+    if facts.drafted_tokens > 2 * facts.accepted_tokens:
+        return _wrong_drafts(situation, cost)
     if situation.speculation > 0 or observed.small < HINT or facts.starved_share > HINT:
         return None
-    drafted = observed.small_requests * cost.per_query_token_s
-    step = cost.per_step_s + observed.small_requests * (cost.per_query_token_s + cost.per_request_s)
-    saved = observed.small * (1 - (1 + drafted / step) / (1 + HALF)) if step > 0 else 0.0
+    few = round(observed.small_requests)
+    now, drafting = (cost.step_s(num_tokens, 0, few, 0) for num_tokens in (few, 2 * few))
+    saved = observed.small * (1 - drafting / now / (1 + HALF)) if now > 0 else 0.0
     if saved < LEAST_GAIN:
         return None
     return Finding(
@@ -214,6 +216,27 @@ def speculation(situation: Situation) -> Finding | None:
         advice=situation.options.get("speculation", "leave --no-speculation out"),
         gain=saved,
         assumption="if one draft a step is right half of the time",
+    )
+
+
+def _wrong_drafts(situation: Situation, cost: CostModel) -> Finding | None:
+    """Weigh what wrong drafts cost against the steps that the right ones saved."""
+    facts, steps = situation.facts, situation.steps
+    assert steps is not None
+    wrong, right = facts.drafted_tokens - facts.accepted_tokens, facts.accepted_tokens
+    tokens, decoding = steps.prefill_tokens + steps.decode_tokens, steps.decode_tokens > 0
+    paid = float((tokens[decoding] > cost.hidden_tokens).mean()) if decoding.any() else 0.0  # else they came for free
+    requests = float(steps.running[decoding].mean()) if decoding.any() else 1.0
+    lost = wrong * cost.per_query_token_s * paid
+    saved = right * (cost.per_step_s / max(1.0, requests) + cost.per_request_s)
+    gain = (lost - saved) / facts.generate_s if facts.generate_s > 0 else 0.0
+    if gain < LEAST_GAIN:
+        return None
+    return Finding(
+        cause="speculation",
+        evidence=f"{wrong} of {facts.drafted_tokens} drafted tokens were wrong, and were computed for nothing",
+        advice=situation.options.get("no_speculation", "--no-speculation, or leave --speculation out"),
+        gain=gain,
     )
 
 
@@ -255,7 +278,10 @@ def _enlarge(
         if not strong:
             return None
         return Finding(
-            cause=cause, evidence=evidence, advice=f"raise {situation.spell(name, '').rstrip()}", assumption=NO_TRACE
+            cause=cause,
+            evidence=evidence,
+            advice=f"raise {situation.spell(name, '').rstrip()}",
+            assumption=situation.unpredictable,
         )
     start = situation.predict(**base).duration_s
     now = base.get(name, getattr(situation.engine, name))
@@ -278,3 +304,12 @@ def _finer_pages(situation: Situation) -> dict[str, Any]:
 def _is_whole(situation: Situation) -> bool:
     """Whether all of a run's requests are simulated, so that its time can be compared."""
     return situation.workload is not None and len(situation.sample) == len(situation.workload) > 0
+
+
+def _why_room_is_kept(situation: Situation) -> str:
+    """Say why requests wait for room in a cache that is not full."""
+    if situation.engine.scheduler_type == "offline":
+        return "; the offline scheduler keeps room for what requests grow to"
+    if situation.workload is not None and situation.workload.shares:
+        return "; a shared page is read once for each of its requests, and a step reads no more pages than there are"
+    return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cbatch.diagnose.observed import Observed, from_sessions, observe
+from cbatch.diagnose.observed import Observed, Steps, from_sessions, observe
 from cbatch.engine.modes import CHUNKED
 from cbatch.engine.observer import StepRecord
 from cbatch.jobs.trace import step_as_dict
@@ -20,20 +20,23 @@ from cbatch.simulate.tracefile import TracedSession
 from cbatch.simulate.workload import GivenWorkload, Work, Workload
 
 MAX_TOKENS = 100_000  # generated in one simulation: enough for rates, few enough for an answer at once
+NO_TRACE = "how much it would gain can be said of a run with --trace"
 LEAST_BATCHES, LEAST_REQUESTS = 2, 256  # the smaller of both, however many tokens that is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a finished run's report says beside its steps. All zero where there was no run."""
+    """What a finished run's report says beside its steps. All zero where there was no run.
+
+    Of a resumed job all are those of its last session, as the job's are not known, but for `recomputed_share`.
+    """
 
     generate_s: float = 0.0
     idle_s: float = 0.0  # waited for prompts
     starved_share: float = 0.0  # of steps, in which there was room and no prompt was ready
     output_wait_s: float = 0.0
     preemptions: int = 0
-    recomputed_tokens: int = 0
-    computed_tokens: int = 0
+    recomputed_share: float = 0.0  # of the tokens that were computed, over the whole job
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
@@ -45,12 +48,18 @@ class Situation:
     engine: SimulatedEngine
     facts: Facts = Facts()
     observed: Observed | None = None
+    steps: Steps | None = None  # that were observed
     cost: CostModel | None = None  # without one nothing can be predicted
     workload: Workload | None = None
     mode: str = CHUNKED
     shared_share: float = 0.0  # of the prompts' tokens, that are at the start of an earlier prompt too
     speculation: int | None = None  # query tokens up to which steps are filled with drafts; None: not known
     options: dict[str, str] = field(default_factory=dict)  # how a setting is spelled, where not as ours
+    has_given_blocks: bool = False  # whether num_blocks was asked for, so that it stays when pages change
+    measured_s: float | None = None  # that all of the workload took, and nothing else
+    unpredictable: str = NO_TRACE  # why nothing can be predicted, where that is so
+    unseen: str = ""  # what of the run was not seen, so that nobody can say what holds it back
+    notes: list[str] = field(default_factory=list)  # on what it all rests
     _known: dict[Any, Figures] = field(default_factory=dict)
     _sample: GivenWorkload | None = None
 
@@ -97,6 +106,10 @@ class Situation:
         option = self.options.get(name, "--" + name.replace("_", "-"))
         return option if value is True else f"{option} {value}"
 
+    def look_at(self, steps: Steps) -> None:
+        """Observe the steps of a run, real or simulated."""
+        self.steps, self.observed = steps, observe(steps, self.engine, self.mode)
+
     def watch(self) -> None:
         """Observe a simulated run where there was no real one."""
         assert self.cost is not None
@@ -104,7 +117,8 @@ class Situation:
         session = TracedSession({}, [])
         recorder = _Recorder(session)
         Simulator(self.engine, self.cost, mode=self.mode, observer=recorder).run(self.sample)
-        self.observed = observe(from_sessions([session]), self.engine)
+        if session.num_steps:
+            self.look_at(from_sessions([session]))
 
 
 class _Recorder:

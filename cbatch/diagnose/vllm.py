@@ -43,6 +43,7 @@ class VllmCommand:
     model: str | None = None
     gpu_memory_utilization: float | None = None
     scheduler_steps: int | None = None
+    defaults: list[str] = field(default_factory=list)  # options that were not given
     ignored: list[str] = field(default_factory=list)
 
     def conflicts(self, version: Version | None) -> list[Conflict]:
@@ -84,6 +85,11 @@ def parse_command(text: str) -> VllmCommand:
     tokens, requests = _take(given, "max-num-batched-tokens", _length), _take(given, "max-num-seqs", _count)
     engine["max_batch_tokens"] = tokens or max(DEFAULT_BATCH_TOKENS, requests or 0)
     engine["max_requests_per_batch"] = min(requests or DEFAULT_REQUESTS, engine["max_batch_tokens"])
+    defaults = {
+        "max-num-batched-tokens": (tokens, "max_batch_tokens"),
+        "max-num-seqs": (requests, "max_requests_per_batch"),
+    }
+    command.defaults = [f"--{name} {engine[ours]}" for name, (value, ours) in defaults.items() if value is None]
     engine["allow_block_sharing"] = _flag(given, "enable-prefix-caching") is not False
     command.gpu_memory_utilization = _take(given, "gpu-memory-utilization", _share)
     command.scheduler_steps = _take(given, "num-scheduler-steps", _count)

@@ -68,7 +68,10 @@ def finished_run(
         "preemptions": stats.preemptions,
         "recomputed_tokens": stats.recomputed_tokens,
         "computed_tokens": stats.computed_tokens,
-        "settings": engine.plan.settings(),
+        "settings": {
+            name: setting | ({"reason": "given"} if name in settings else {})
+            for name, setting in engine.plan.settings().items()
+        },
     } | (report or {})
     output.with_name("out.jsonl.report.json").write_text(json.dumps(found))
     output.write_text("")

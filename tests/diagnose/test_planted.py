@@ -13,12 +13,7 @@ from cbatch.diagnose.findings import Finding
 from cbatch.diagnose.rules import apply_rules
 from cbatch.diagnose.subjects import of_run
 from tests.diagnose.runs import LINEAR, Work, finished_run
-from tests.simulate.traces import Clock, stop_the_clock
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return stop_the_clock(monkeypatch)
+from tests.simulate.traces import Clock
 
 
 def works(count: int, prompts: tuple[int, int], outputs: tuple[int, int], shared: int = 0) -> list[Work]:
