@@ -51,15 +51,19 @@ def _diagnose(target: str, config: DiagnoseConfig, console: ConsoleConfig) -> in
 
 
 def _look_at(target: str, config: DiagnoseConfig) -> Diagnosis:
-    """Tell a vLLM command line, given as such or in a file, a TOML file and a finished run from one another."""
+    """Tell a finished run, a vLLM command line, given as such or in a file, and a TOML file from one another.
+
+    What has a report beside it is a run, whatever it says.
+    """
     from cbatch.diagnose.diagnosis import diagnose_run, diagnose_settings, diagnose_vllm
     from cbatch.diagnose.vllm import is_vllm_command
 
-    if is_vllm_command(target):
-        return diagnose_vllm(target, config)
-    text = None if target.endswith(TOML) else _read_text(Path(target))
-    if text is not None and is_vllm_command(text):
-        return diagnose_vllm(text, config)
+    if not _has_report(target):
+        if is_vllm_command(target):
+            return diagnose_vllm(target, config)
+        text = None if target.endswith(TOML) else _read_text(Path(target))
+        if text is not None and is_vllm_command(text):
+            return diagnose_vllm(text, config)
     if config.vllm_version is not None:
         raise UsageError("--vllm-version is for vllm command lines", hint=f"leave it out for {target}")
     if target.endswith(TOML):
@@ -70,6 +74,15 @@ def _look_at(target: str, config: DiagnoseConfig) -> Diagnosis:
             f"--{given[0]} is for configurations, and {target} is a run", hint="its own trace says all that"
         )
     return diagnose_run(target)
+
+
+def _has_report(target: str) -> bool:
+    from cbatch.jobs.paths import report_path
+
+    try:
+        return report_path(Path(target)).is_file()
+    except (OSError, ValueError):  # a command line, which no file can be called
+        return False
 
 
 def _read_text(path: Path) -> str | None:
@@ -90,7 +103,7 @@ def _text(diagnosis: Diagnosis) -> str:
         lines += [f"{number}. {finding.cause}{gain}{f' ({finding.assumption})' if finding.assumption else ''}"]
         lines += [f"   {finding.evidence}", f"   set: {finding.advice}"]
     if not diagnosis.findings:
-        lines += ["nothing holds it back that a setting would help"]
+        lines += [diagnosis.verdict]
     for conflict in diagnosis.conflicts:
         versions = f" ({conflict.versions})" if conflict.versions else ""
         lines += [f"incompatible: {conflict.settings}{versions}: {conflict.problem}", f"   {conflict.advice}"]

@@ -24,7 +24,11 @@ def show_plan(plan: Mapping[str, Any], *, verbose: bool) -> None:
     _print_pairs(console, "Prefixes", _prefix(plan))
     _print_pairs(console, "Memory", _memory(plan["memory"]))
     if plan["dry_run"] is not None:
-        _print_pairs(console, "Run without a model, every completion as long as it may be", _dry_run(plan["dry_run"]))
+        _print_pairs(
+            console,
+            "Run without a model: completions as long as they may be, no token guessed",
+            _dry_run(plan["dry_run"]),
+        )
     _print_pairs(console, "Duration", _estimate(plan["estimate"]))
     if plan["advice"] is not None:
         _print_pairs(console, "Advice", _advice(plan["advice"]))

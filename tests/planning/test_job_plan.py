@@ -103,6 +103,19 @@ def test_a_plans_counts_are_those_of_the_run(
     assert sum(plan.rows.lengths.outputs) == stats.output_tokens
 
 
+def test_a_run_that_guesses_tokens_takes_fewer_steps_than_its_plan(
+    folder: Path, loaded: LoadedModel, tmp_path: Path
+) -> None:
+    rows = [{"prompt_token_ids": [7, 9, 9, 9], "max_tokens": 40, "logit_bias": {"9": 100}}] * 3
+    config = EngineConfig(model=str(folder), page_size=4, num_blocks=200, speculation=True)
+    job = make_job(tmp_path / "in.jsonl", rows)
+    plan, stats = make_plan(job, config), run_engine(job, config, loaded)
+    assert plan.dry is not None
+    assert plan.dry.stats.output_tokens == stats.output_tokens == 120
+    assert plan.dry.stats.prompt_tokens == stats.prompt_tokens
+    assert plan.dry.stats.steps > stats.steps
+
+
 def test_the_cases_are_not_too_tame(tmp_path: Path) -> None:
     folder = build_tiny("llama", tmp_path / "model")
     job = make_job(tmp_path / "in.jsonl", shared_rows(seed=3))
