@@ -71,10 +71,16 @@ def stop_the_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def traced_run(
-    path: Path, clock: Clock, works: Iterable[tuple[int, int, int]], cost: CostModel = PLANTED, **settings: Any
+    path: Path,
+    clock: Clock,
+    works: Iterable[tuple[int, int, int]],
+    cost: CostModel = PLANTED,
+    *,
+    noise: float = 0.1,
+    **settings: Any,
 ) -> list[TracedSession]:
     """Run requests of (prompt, shared, output) tokens on the engine with the planted cost, and read the trace."""
-    runner = Costly(clock, cost)
+    runner = Costly(clock, cost, noise)
     engine = runner.engine = make_unloaded(runner, **settings)
     writer = TraceWriter(path, {"session": 1, **describe_session(engine)})
     engine.observe(writer)
