@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +15,7 @@ from cbatch.diagnose.rules import apply_rules
 from cbatch.diagnose.subjects import of_run, of_settings, of_vllm
 from cbatch.diagnose.vllm import parse_command, parse_version
 from cbatch.errors import CbatchError, UsageError
-from cbatch.io.atomic import AtomicFile
+from cbatch.io.atomic import write_json
 from cbatch.simulate.calibration import Calibration, load_calibration, preset_calibration
 from cbatch.simulate.comparison import DEFAULT_PRESET
 from cbatch.simulate.lengths import read_lengths
@@ -73,9 +72,7 @@ DEFAULT_UTILIZATION = 0.9
 
 def write_diagnosis(path: Path, diagnosis: Diagnosis) -> None:
     """Write everything that was found as JSON. Raises OutputError."""
-    with AtomicFile(path) as file:
-        file.file.write(json.dumps(asdict(diagnosis), indent=2).encode() + b"\n")
-        file.commit()
+    write_json(path, asdict(diagnosis))
 
 
 def _basis(config: DiagnoseConfig, given: Mapping[str, Any]) -> tuple[Calibration, Workload, tuple[str, ...]]:

@@ -56,7 +56,9 @@ class VllmCommand:
 
 
 def is_vllm_command(text: str) -> bool:
-    """Whether a text looks like a command line of vLLM."""
+    """Whether a text looks like a command line of vLLM; rows of JSON never do, whatever they are about."""
+    if text.lstrip().startswith(("{", "[")):
+        return False
     words = text.replace("\\\n", " ").split()
     return any(word == "vllm" or word.endswith("/vllm") or word.startswith("vllm.entrypoints") for word in words[:12])
 

@@ -28,6 +28,22 @@ def test_a_run_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert json.loads((tmp_path / "found.json").read_text())["findings"][0]["cause"] == "request limit"
 
 
+def test_a_run_about_vllm_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "my vllm runs"
+    folder.mkdir()
+    output = finished_run(folder, stop_the_clock(monkeypatch), [(10, 0, 5)] * 20)
+    output.write_text("exec vllm serve m\n")
+    done = run_stub("diagnose", str(output), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "looked at the report and the trace of" in done.stderr
+
+
+def test_what_was_not_seen_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished_run(tmp_path, stop_the_clock(monkeypatch), [(10, 0, 5)] * 20, trace=False, report={"series": {}})
+    done = run_stub("diagnose", "out.jsonl", cwd=tmp_path)
+    assert done.stdout.startswith("nothing was found in what was seen; it was not seen how it was batched")
+
+
 def test_a_run_without_a_trace_says_what_is_missing(tmp_path: Path) -> None:
     write_input(tmp_path, *({"prompt": f"p{n}"} for n in range(30)))
     assert run_job(tmp_path).returncode == 0
@@ -44,7 +60,7 @@ def test_a_toml_file_is_looked_at(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("1. request limit")
     assert "incompatible: --template with --prompt-column" in done.stdout
-    assert "predictions rest on the preset" in done.stderr
+    assert "what steps cost is that of the preset" in done.stderr
 
 
 @pytest.mark.parametrize("in_file", [False, True])

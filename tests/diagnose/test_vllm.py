@@ -27,6 +27,7 @@ EAGLE = """--speculative_config '{"model": "yuhuili/EAGLE-LLaMA3", "method": "ea
         ("out.jsonl", False),
         ("job.toml", False),
         ('{"prompt": "vllmish"}', False),
+        ('{"prompt": "what does vllm serve do?"}', False),
     ],
 )
 def test_a_command_line_is_told_from_a_file(text: str, is_one: bool) -> None:
