@@ -39,3 +39,12 @@ def format_duration(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     words = [f"{count}{unit}" for count, unit in ((hours, "h"), (minutes, "m"), (rest, "s")) if count]
     return "".join(words) or "0s"
+
+
+def format_seconds(seconds: float) -> str:
+    """Spell any time with three significant digits, from ten minutes on as a duration: 0.0254 → '25.4 ms'."""
+    rounded = float(f"{seconds:.3g}")
+    if rounded >= 600:
+        return format_duration(seconds)
+    value, unit = (rounded, "s") if rounded >= 1 else (rounded * 1e3, "ms")
+    return f"{value:#.3g}".rstrip(".") + f" {unit}"

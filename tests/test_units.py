@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from cbatch.units import GIB, KIB, MIB, TIB, format_bytes, format_duration, parse_duration
+from cbatch.units import GIB, KIB, MIB, TIB, format_bytes, format_duration, format_seconds, parse_duration
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,24 @@ def test_units_grow_by_1024() -> None:
 def test_durations_are_read_and_spelled_alike(text: str, seconds: int) -> None:
     assert parse_duration(text) == seconds
     assert parse_duration(format_duration(seconds)) == seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.00 ms"),
+        (0.00012345, "0.123 ms"),
+        (0.02536, "25.4 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "1.00 s"),
+        (75.44, "75.4 s"),
+        (278.44, "278 s"),
+        (599.6, "10m"),
+        (9270, "2h34m30s"),
+    ],
+)
+def test_any_time_is_spelled_with_three_digits(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
 
 
 @pytest.mark.parametrize("text", ["", "10", "0s", "soon", "10 m", "-5m", "1.5h", "5m1h", "1d", "10M"])

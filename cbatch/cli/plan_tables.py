@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cbatch.cli.console import summary_console
-from cbatch.units import format_bytes
+from cbatch.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -106,7 +106,7 @@ def _estimate(estimate: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     if estimate is None:
         return [("not estimated", "--calibration FILE says how fast this model is here")]
     load = "" if estimate["load_s"] is None else f", and {estimate['load_s']:.0f} s to load"
-    pairs = [("at most", f"{_duration(estimate['generate_s'])}{load}"), ("by", estimate["source"])]
+    pairs = [("at most", f"{format_seconds(estimate['generate_s'])}{load}"), ("by", estimate["source"])]
     return pairs + [("but", doubt) for doubt in estimate["doubts"]]
 
 
@@ -114,13 +114,6 @@ def _advice(advice: Mapping[str, Any]) -> list[tuple[str, str]]:
     share = _share(advice["gained_tokens"], advice["num_tokens"])
     gain = f"{advice['gained_tokens']:,} tokens more ({share}) could be shared in the first {advice['num_rows']:,} rows"
     return [("another order", gain), ("--template", repr(advice["template"]))]
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def _share(part: float, whole: float) -> str:

@@ -12,19 +12,17 @@ from cbatch.cli.text_table import text_table
 from cbatch.simulate.comparison import Case, Comparison
 from cbatch.simulate.figures import Figures
 from cbatch.simulate.shards import ShardedPlan
-from cbatch.units import format_duration
+from cbatch.units import format_seconds
 
 Column = tuple[str, Callable[[Figures], str]]
-MILLISECOND_S = 1e-3
-MINUTE_S = 60.0
 
 COLUMNS: tuple[Column, ...] = (
-    ("time", lambda f: _duration(f.duration_s)),
+    ("time", lambda f: format_seconds(f.duration_s)),
     ("tokens/s", lambda f: f"{f.output_tokens_per_s:,.0f}"),
-    ("TTFT mean", lambda f: _duration(f.ttft_mean_s)),
-    ("TTFT P99", lambda f: _duration(f.ttft_p99_s)),
-    ("ITL mean", lambda f: _duration(f.itl_mean_s)),
-    ("ITL P99", lambda f: _duration(f.itl_p99_s)),
+    ("TTFT mean", lambda f: format_seconds(f.ttft_mean_s)),
+    ("TTFT P99", lambda f: format_seconds(f.ttft_p99_s)),
+    ("ITL mean", lambda f: format_seconds(f.itl_mean_s)),
+    ("ITL P99", lambda f: format_seconds(f.itl_p99_s)),
     ("running", lambda f: f"{f.mean_running:.1f}"),
     ("cache", lambda f: f"{f.mean_cache_usage:.0%}"),
     ("preempted", lambda f: str(f.preemptions)),
@@ -48,25 +46,22 @@ def show_comparison(comparison: Comparison, results: Sequence[tuple[Case, Figure
     if comparison.measured_s is not None and predicted is not None:
         difference = predicted / comparison.measured_s - 1
         _print(
-            f"the run took {_duration(comparison.measured_s)} of generation, simulated {_duration(predicted)} "
-            f"({difference:+.1%})"
+            f"the run took {format_seconds(comparison.measured_s)} of generation, "
+            f"simulated {format_seconds(predicted)} ({difference:+.1%})"
         )
 
 
 def show_shards(plan: ShardedPlan) -> None:
     """Print what a job over several GPUs takes."""
-    times = sorted(shard.duration_s for shard in plan.shards)
-    loading = "loading left out" if plan.load_s is None else f"{_duration(plan.load_s)} of loading included in each"
-    _print(
-        f"{len(plan.shards)} GPUs: {_duration(plan.duration_s)}, {plan.gpu_hours:.4g} GPU-hours, {loading}; "
-        f"{plan.output_tokens_per_s:,.0f} tokens/s; shards generate for {_duration(times[0])} to {_duration(times[-1])}"
+    times = [shard.duration_s for shard in plan.shards]
+    loading = (
+        "loading left out" if plan.load_s is None else f"{format_seconds(plan.load_s)} of loading included in each"
     )
-
-
-def _duration(seconds: float) -> str:
-    if seconds >= 10 * MINUTE_S:
-        return format_duration(seconds)
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds / MILLISECOND_S:.1f} ms"
+    _print(
+        f"{len(plan.shards)} GPUs: {format_seconds(plan.duration_s)}, {plan.gpu_hours:.4g} GPU-hours, {loading}; "
+        f"{plan.output_tokens_per_s:,.0f} tokens/s; "
+        f"shards generate for {format_seconds(min(times))} to {format_seconds(max(times))}"
+    )
 
 
 def _print(text: str) -> None:
