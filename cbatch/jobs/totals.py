@@ -115,11 +115,12 @@ class Totals:
             table[name] = {"count": count}
             if count:
                 numbers = np.frombuffer(values, dtype=np.float32)[:count]
-                numbers.sort()  # in place: percentiles of sorted numbers take no copy worth mentioning
-                found = np.percentile(numbers, PERCENTILES, overwrite_input=True)
+                numbers.sort()  # in place: what follows takes no copy worth mentioning
+                histogram = _histogram(numbers)
+                found = np.percentile(numbers, PERCENTILES, overwrite_input=True)  # which unsorts them
                 table[name] |= {f"p{rank}": float(value) for rank, value in zip(PERCENTILES, found, strict=True)}
                 table[name] |= {"mean": float(numbers.mean(dtype=np.float64)), "max": float(numbers.max())}
-                table[name]["histogram"] = _histogram(numbers)
+                table[name]["histogram"] = histogram
         return table
 
 
