@@ -1,12 +1,13 @@
 """The report of a merged output, from those of its parts. Called by `merge`.
 
-Counts and times are sums over the parts, whether these ran one after the other or side by side. Leaves out percentiles,
-which the parts' own reports have: they do not add up.
+Counts and times are sums over the parts, whether these ran one after the other or side by side. Percentiles do not add
+up, but histograms do: those of latencies come from theirs, and are within a bin (26 %) of what they would be.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from cbatch.errors import InputError
 from cbatch.jobs.keys import hash_text
 from cbatch.jobs.paths import report_path
 from cbatch.jobs.report import read_report
+from cbatch.jobs.totals import BINS_PER_DECADE, PERCENTILES
 
 SUMMED = (
     "rows",
@@ -66,7 +68,9 @@ def _merge(reports: list[dict[str, Any]]) -> dict[str, Any]:
         "goodput_tokens_per_s": _mean(reports, "goodput_tokens_per_s", "generate_s"),
         "errors": dict(errors),
         "first_error": next((report["first_error"] for report in reports if report["first_error"]), None),
-        "latency": {name: _latency([report["latency"][name] for report in reports]) for name in reports[0]["latency"]},
+        "latency": {
+            name: merge_latencies([report["latency"][name] for report in reports]) for name in reports[0]["latency"]
+        },
         **{name: reports[0][name] for name in SHARED},
         "row_column": reports[0]["row_column"],
         "hashes": {name: _hash([report["hashes"][name] for report in reports]) for name in reports[0]["hashes"]},
@@ -81,14 +85,39 @@ def _mean(reports: list[dict[str, Any]], name: str, weight: str) -> float | None
     return sum(report[name] * report[weight] for report in reports) / total if total > 0 else 0.0
 
 
-def _latency(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Count, mean and maximum of a latency over all parts."""
+def merge_latencies(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Count, mean, maximum, histogram and percentiles of a latency over all parts; as far as the parts have them."""
     some = [part for part in parts if part["count"]]
     count = sum(part["count"] for part in some)
     if not some:
         return {"count": 0}
-    mean = sum(part["mean"] * part["count"] for part in some) / count
-    return {"count": count, "mean": mean, "max": max(part["max"] for part in some)}
+    mean, longest = sum(part["mean"] * part["count"] for part in some) / count, max(part["max"] for part in some)
+    merged = {"count": count, "mean": mean, "max": longest}
+    if any("histogram" not in part for part in some):
+        return merged
+    histogram = _add_up([part["histogram"] for part in some])
+    found = {f"p{rank}": min(longest, _percentile(histogram, rank)) for rank in PERCENTILES}
+    return merged | found | {"histogram": histogram}
+
+
+def _add_up(histograms: list[dict[str, Any]]) -> dict[str, Any]:
+    """Add histograms up, whose bins are the same but for where they begin and end."""
+    first = min(histogram["first_bin"] for histogram in histograms)
+    counts = [0] * (max(histogram["first_bin"] + len(histogram["counts"]) for histogram in histograms) - first)
+    for histogram in histograms:
+        for index, count in enumerate(histogram["counts"], start=histogram["first_bin"] - first):
+            counts[index] += count
+    return {"first_bin": first, "counts": counts}
+
+
+def _percentile(histogram: dict[str, Any], rank: int) -> float:
+    """Find the seconds below which so many percent are, the times of a bin spread evenly over its logarithms."""
+    counts: list[int] = histogram["counts"]
+    wanted = sum(counts) * rank / 100
+    index = next(index for index, count in enumerate(accumulate(counts)) if count and count >= wanted)
+    below = sum(counts[:index])
+    place: int = histogram["first_bin"] + index
+    return float(10 ** ((place + (wanted - below) / counts[index]) / BINS_PER_DECADE))
 
 
 def _hash(hashes: list[str]) -> str:

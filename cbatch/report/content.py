@@ -204,7 +204,7 @@ def _charts(history: History) -> list[Chart]:
 
 
 def _histogram(report: dict[str, Any], name: str, title: str) -> Histogram | None:
-    table = _latency(report, name)
+    table = (report.get("latency") or {}).get(name) or {}
     found = table.get("histogram")
     if not found or not found.get("counts"):
         return None
@@ -220,23 +220,6 @@ def _histogram(report: dict[str, Any], name: str, title: str) -> Histogram | Non
         high=_seconds(edges[-1]),
         figures=[(word, _seconds(table[key])) for key, word in names if key in table],
     )
-
-
-def _latency(report: dict[str, Any], name: str) -> dict[str, Any]:
-    """Find a latency's figures; those of a merged job are the parts' histograms added up."""
-    if "latency" in report:
-        table: dict[str, Any] = report["latency"].get(name) or {}
-        return table
-    parts = [((part.get("latency") or {}).get(name) or {}).get("histogram") for part in report.get("parts") or ()]
-    found = [part for part in parts if part]
-    if not found:
-        return {}
-    first = min(part["first_bin"] for part in found)
-    counts = [0] * (max(part["first_bin"] + len(part["counts"]) for part in found) - first)
-    for part in found:
-        for i, count in enumerate(part["counts"], start=part["first_bin"] - first):
-            counts[i] += count
-    return {"histogram": {"first_bin": first, "counts": counts}}
 
 
 def _timeline(history: History) -> Timeline:

@@ -80,6 +80,8 @@ def test_the_merged_report_has_the_figures_of_a_whole_job(bench: Bench) -> None:
         rows = [row["ttft_s"] for row in bench.rows()]
         expected = sum(rows) / 6 if name == "mean" else max(rows)
         assert report["latency"]["ttft_s"][name] == pytest.approx(expected, rel=1e-5)
+    assert sum(report["latency"]["ttft_s"]["histogram"]["counts"]) == 6
+    assert report["latency"]["ttft_s"].keys() == other["latency"]["ttft_s"].keys()
     assert all(isinstance(value, str) and value for value in report["hashes"].values())
     assert report["hashes"].keys() == other["hashes"].keys()
     assert report["hashes"]["model"] == other["hashes"]["model"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 
 from cbatch.errors import InputError
 from cbatch.io.gziplog import GzipLog
+from cbatch.jobs.totals import BINS_PER_DECADE
 from cbatch.report.content import read_content
 from cbatch.report.history import MAX_REQUESTS, read_history
 from cbatch.report.page import html_path, render, write_page
@@ -162,12 +165,17 @@ def test_sessions_of_a_resumed_job_follow_one_another(output: Path) -> None:
 
 
 def test_a_merged_job_shows_what_its_parts_add_up_to(tmp_path: Path) -> None:
-    parts = [{"latency": {"ttft_s": {"histogram": {"first_bin": first, "counts": [2, 3]}}}} for first in (-3, -2)]
-    report = {"rows": 10, "parts": parts, "settings": {}}
-    (tmp_path / "out.jsonl.report.json").write_text(json.dumps(report))
+    write_input(tmp_path, *({"prompt": f"p{n}"} for n in range(24)))
+    for index in range(2):
+        assert run_job(tmp_path, "--shard", f"{index}/2", "-q").returncode == 0
+    assert run_stub("merge", "out.jsonl", "-q", cwd=tmp_path).returncode == 0
     content = read_content(tmp_path / "out.jsonl")
-    (histogram,) = content.histograms
-    assert [bar.text.split(": ")[1] for bar in histogram.bars] == ["2 rows", "5 rows", "3 rows"]
+    times = [json.loads(line)["ttft_s"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    bins = Counter(math.floor(math.log10(time) * BINS_PER_DECADE) for time in times)
+    histogram = content.histograms[0]
+    assert histogram.title == "time to first token"
+    assert [bar.text.split(": ")[1] for bar in histogram.bars] == [f"{bins[place]} rows" for place in sorted(bins)]
+    assert [name for name, _ in histogram.figures] == ["median", "P90", "P99", "longest"]
     assert "reports of the parts" in checked(render(content)).text
 
 
@@ -198,7 +206,7 @@ def test_the_command_writes_the_page_beside_the_output(tmp_path: Path) -> None:
     [
         (("nowhere.jsonl",), "there is no report of nowhere.jsonl"),
         (("out.jsonl", "-o", "out.jsonl"), "would be overwritten"),
-        (("out.jsonl", "-o", "no/folder.html"), "no/folder.html"),
+        (("out.jsonl", "-o", "no/folder.html"), "no does not exist"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
