@@ -157,7 +157,7 @@ def _charts(history: History) -> list[Chart]:
             title=title,
             says=says,
             shapes=areas(at, [(name, values[key]) for name, key in layers], end, top),
-            lines=[line(name, at, values[key], end, top) for name, key in others if key in values],
+            lines=[line(name, at, values[key], end, top) for name, key in others],
             top=unit,
             end=_seconds(end),
             marks=marks,
@@ -166,7 +166,7 @@ def _charts(history: History) -> list[Chart]:
     tokens = [p + d for p, d in zip(values["prefill_tokens"], values["decode_tokens"], strict=True)]
     most_tokens = nice_ceiling(max(tokens))
     held = [owned + cached for owned, cached in zip(values["owned"], values["cached"], strict=True)]
-    most_held = min(1.0, nice_ceiling(max(*held, *values["kv_waste"])))
+    most_held = min(1.0, nice_ceiling(max(held)))
     most_requests = nice_ceiling(max(max(values["running"]), 1.0))
     charts = [
         chart(
@@ -189,14 +189,13 @@ def _charts(history: History) -> list[Chart]:
             "Cache",
             f"up to {max(values['owned']):.0%} of it owned by requests",
             [("owned", "owned"), ("cached", "cached")],
-            [("waste", "kv_waste")],
+            [("waste", "empty")],
             most_held,
             f"{most_held:.3g}" if most_held < PERCENT else f"{most_held:.0%}",
         ),
     ]
-    moved = [sum(parts) for parts in zip(*(values[n] for n in ("offloads", "soft_resets") if n in values), strict=True)]
+    moved = values["moved"]
     if any(moved):
-        values["moved"] = [float(count) for count in moved]
         most = nice_ceiling(max(moved))
         says = f"{sum(moved):.0f} requests moved out in all"
         charts.append(chart("Requests moved out", says, [("moved", "moved")], [], most, f"{most:g}"))

@@ -13,8 +13,8 @@ from typing import Any
 from cbatch.engine.series import StepSeries
 from cbatch.io.gziplog import read_log
 
-MEANS = ("prefill_tokens", "decode_tokens", "running", "waiting", "owned", "cached", "free", "kv_waste")
-SUMS = ("offloads", "soft_resets", "restores")
+MEANS = ("prefill_tokens", "decode_tokens", "running", "owned", "cached", "empty")  # the last three: of the cache
+SUMS = ("moved",)
 MAX_REQUESTS = 120  # in the timeline
 PENDING, FINISHED = "pending", "finished"
 
@@ -51,7 +51,7 @@ class RequestHistory:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A run over time. Columns are lists of equal length; those of a report without a trace are fewer."""
+    """A run over time. Columns are lists of equal length."""
 
     end_s: float
     columns: dict[str, list[float]]
@@ -108,11 +108,10 @@ def read_history(trace: Path) -> History:
         at = offset + line["at_s"]
         end = max(end, at + line["schedule_s"] + line["run_s"] + line["update_s"])
         total = line["owned_blocks"] + line["cached_blocks"] + line["free_blocks"] or 1.0
-        blocks = (line["owned_blocks"] / total, line["cached_blocks"] / total, line["free_blocks"] / total)
-        requests = (max(line["running"], line["requests"]), line["waiting"])
+        owned, cached = line["owned_blocks"] / total, line["cached_blocks"] / total
         tokens = (line["prefill_tokens"], line["decode_tokens"])
-        moves = (line["offloads"], line["soft_resets"], line["restores"])
-        series.add(at, (*tokens, *requests, *blocks, line["kv_waste"] or 0.0, *moves))
+        running, moved = max(line["running"], line["requests"]), line["offloads"] + line["soft_resets"]
+        series.add(at, (*tokens, running, owned, cached, owned * (line["kv_waste"] or 0.0), moved))
         for values in line["events"]:
             sample.take(session, offset, values)
     columns = {name: values for name, values in series.as_dict().items() if isinstance(values, list)}
@@ -124,9 +123,9 @@ def reported_history(report: dict[str, Any]) -> History | None:
     series = report.get("series") or {}
     if not series.get("at_s"):
         return None
-    columns = {name: list(values) for name, values in series.items() if isinstance(values, list)}
-    usage = columns.get("cache_usage", [0.0] * len(columns["at_s"]))
-    columns |= {"owned": usage, "cached": [0.0] * len(usage), "free": [1 - share for share in usage]}
-    columns["soft_resets"] = columns.get("preemptions", [0.0] * len(usage))
+    usage, waste = series["cache_usage"], series["kv_waste"]
+    columns = {name: series[name] for name in ("at_s", "prefill_tokens", "decode_tokens", "running")}
+    columns |= {"owned": usage, "cached": [0.0] * len(usage), "moved": series["preemptions"]}
+    columns["empty"] = [owned * empty for owned, empty in zip(usage, waste, strict=True)]
     end = (report.get("session") or {}).get("generate_s") or report.get("generate_s") or 0.0
     return History(max(float(end), columns["at_s"][-1]), columns, [], [], has_trace=False)

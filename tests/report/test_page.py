@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -18,7 +19,7 @@ from cbatch.errors import InputError
 from cbatch.io.gziplog import GzipLog
 from cbatch.jobs.totals import BINS_PER_DECADE
 from cbatch.report.content import read_content
-from cbatch.report.history import MAX_REQUESTS, read_history
+from cbatch.report.history import MAX_REQUESTS, read_history, reported_history
 from cbatch.report.page import html_path, render, write_page
 from cbatch.report.shapes import areas, columns, nice_ceiling
 from tests.cli.clikit import run_job, run_stub, write_input
@@ -151,6 +152,22 @@ def test_a_run_without_a_trace_shows_what_its_report_has(output: Path) -> None:
     assert "Tokens in a step" in page.text
     assert "Requests over time" not in page.text
     assert "--trace" in page.text
+
+
+def test_what_is_empty_is_a_share_of_the_cache_as_all_of_its_chart(output: Path) -> None:
+    """kv_waste is a share of what requests own."""
+    trace = output.with_name("out.jsonl.trace.jsonl.gz")
+    write_long_trace(trace, steps=10)
+    lines = [json.loads(line) | {"kv_waste": 0.5} for line in gzip.decompress(trace.read_bytes()).splitlines()]
+    trace.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+    columns = read_history(trace).columns
+    assert (set(columns["owned"]), set(columns["empty"])) == ({0.5}, {0.25})
+    history = reported_history({"series": {**SERIES, "cache_usage": [0.5], "kv_waste": [0.1]}, "generate_s": 1.0})
+    assert history is not None
+    assert history.columns["empty"] == [0.05]
+
+
+SERIES = {key: [1.0] for key in ("at_s", "prefill_tokens", "decode_tokens", "running", "waiting", "preemptions")}
 
 
 def test_sessions_of_a_resumed_job_follow_one_another(output: Path) -> None:
