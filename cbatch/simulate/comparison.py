@@ -23,7 +23,7 @@ from cbatch.simulate.settings import SimulatedEngine
 from cbatch.simulate.shards import ShardedPlan, plan_shards
 from cbatch.simulate.simulator import Simulator
 from cbatch.simulate.tracefile import TracedSession, find_trace, output_of, read_trace
-from cbatch.simulate.workload import Lengths, SyntheticWorkload, Workload, arriving
+from cbatch.simulate.workload import MAX_ARRIVAL_S, Lengths, SyntheticWorkload, Workload, arriving
 
 DEFAULT_PRESET = "h100-70b-fp8"
 DEFAULT_ROWS, DEFAULT_PROMPTS, DEFAULT_OUTPUTS = 1_000, "64-512", "16-256"
@@ -89,6 +89,10 @@ def prepare_comparison(config: SimulateConfig, engine_settings: Mapping[str, Any
     calibration = _calibration(config, sessions)
     engine = calibration.engine.changed(engine_settings)
     workload = _workload(config, engine, sessions)
+    if config.arrivals is not None and len(workload) > config.arrivals * MAX_ARRIVAL_S:
+        raise UsageError(
+            f"--arrivals {config.arrivals:g} lets {len(workload)} requests take centuries", hint="raise it"
+        )
     if not workload.shares:
         engine = replace(engine, allow_block_sharing=False)  # there is nothing to find, and hashes take time
     preset = _preset(config)

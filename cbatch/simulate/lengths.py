@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from cbatch.errors import InputError, UsageError
 from cbatch.io.sources import open_source
 from cbatch.simulate.tracefile import TracedSession
-from cbatch.simulate.workload import GivenWorkload, Work
+from cbatch.simulate.workload import MAX_ARRIVAL_S, GivenWorkload, Work
 
 PROMPT_COLUMNS = ("prompt_tokens", "cbatch_prompt_tokens")
 OUTPUT_COLUMNS = ("completion_tokens", "cbatch_completion_tokens", "output_tokens", "max_tokens")
@@ -72,8 +72,8 @@ def _arrival(value: Any, location: str) -> float:
         seconds = 0.0 if value in NOTHING else float(value)
     except (TypeError, ValueError, OverflowError):
         seconds = math.nan
-    if isinstance(value, bool) or not 0 <= seconds < math.inf:
-        raise UsageError(f"{location}: {ARRIVAL_COLUMN} must be a number of seconds: it is {value!r}")
+    if isinstance(value, bool) or not 0 <= seconds <= MAX_ARRIVAL_S:
+        raise UsageError(f"{location}: {ARRIVAL_COLUMN} must be 0 to {MAX_ARRIVAL_S:g} seconds: it is {value!r}")
     return seconds
 
 

@@ -19,6 +19,7 @@ from cbatch.errors import UsageError
 
 DRAWN_AT_ONCE = 4096
 MAX_SIGMA = 10
+MAX_ARRIVAL_S = 1e10  # three centuries; far beyond, a clock of floats loses steps
 _PART = re.compile(r"(?:(\d+)(?:-(\d+))?|lognormal:(\d+(?:\.\d+)?):(\d+(?:\.\d+)?))(?:\*(\d+(?:\.\d+)?))?")
 LENGTHS_HINT = "512, 64-512 (uniform), lognormal:MEDIAN:SIGMA, or several with weights: 64-256*3,6000-7000*1"
 

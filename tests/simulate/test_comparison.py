@@ -184,6 +184,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"output_tokens": "9" * 30}, "--output-tokens 9* goes beyond"),
     ({"output_tokens": "lognormal:9000:0.1"}, "--output-tokens lognormal:9000:0.1 goes beyond"),
     ({"prompt_tokens": "8190", "output_tokens": "50"}, "the shortest has 8240 tokens, .* may have 8192"),
+    ({"arrivals": 1e-320}, "--arrivals .* lets 1000 requests take centuries"),
+    ({"arrivals": 1e-9}, "--arrivals 1e-09 lets"),
     ({"reserve": 79}, "no request can run in 'static, no pages': .* may have 79 .*--reserve"),
 ]
 
