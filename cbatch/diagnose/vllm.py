@@ -6,6 +6,7 @@ Only what matters here is read; the rest is named, so that nobody takes it for l
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,12 +65,11 @@ def is_vllm_command(text: str) -> bool:
 
 
 def parse_version(text: str) -> Version:
-    """Read '0.10.1' or 'v0.10.1.post1'. Raises UsageError."""
-    parts = text.removeprefix("v").split(".")
-    numbers = [part for part in parts if part.isdecimal()]
-    if len(numbers) < 2 or parts[: len(numbers)] != numbers:
+    """Read '0.10.1', 'v0.10.1.post1' or '0.10.1rc1', all three the same. Raises UsageError."""
+    found = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", text)
+    if found is None:
         raise UsageError(f"{text!r} is no version of vLLM", hint="0.10.1, say")
-    return tuple(map(int, numbers[:3]))
+    return tuple(int(number or 0) for number in found.groups())
 
 
 def parse_command(text: str) -> VllmCommand:

@@ -97,6 +97,8 @@ def test_what_goes_together_is_left_alone(options: str) -> None:
         (f"-pp 2 {NGRAM}", "0.16.0", 0),
         (DRAFT, "0.10.0", 1),
         (DRAFT, "0.10.1.post1", 0),
+        (DRAFT, "0.10.1rc1", 0),
+        (DRAFT, "0.10", 1),
         (f"--enable-lora {NGRAM}", "0.99.0", 1),
     ],
 )
