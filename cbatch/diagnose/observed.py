@@ -41,7 +41,6 @@ class Steps:
 class Observed:
     """Shares of the time, and means over it."""
 
-    duration_s: float
     full: float  # as many requests as allowed, and more waiting
     at_budget: float  # as many tokens as allowed, prompts among them
     short_of_cache: float  # requests waiting that the cache had no room for
@@ -119,7 +118,6 @@ def observe(steps: Steps, engine: SimulatedEngine, mode: str) -> Observed:
         return float(np.average(values, weights=weights)) if weights.sum() > 0 else 0.0
 
     return Observed(
-        duration_s=total,
         full=share(full),
         at_budget=share(at_budget),
         short_of_cache=share(lacks_room),

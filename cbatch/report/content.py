@@ -96,6 +96,8 @@ def read_content(output: Path) -> Content:
         notes.append("What happened when is in the reports of the parts." if "parts" in report else "Nothing was run.")
     elif not history.has_trace:
         notes.append("Requests one by one, and what the cache kept, are shown of runs with --trace.")
+        if (report.get("session") or {}).get("number", 1) > 1:
+            notes.append("What happened when is that of the last session of this resumed job.")
     return Content(
         title=output.name,
         facts=_facts(report),

@@ -152,6 +152,10 @@ def test_a_run_without_a_trace_shows_what_its_report_has(output: Path) -> None:
     assert "Tokens in a step" in page.text
     assert "Requests over time" not in page.text
     assert "--trace" in page.text
+    assert "last session" not in page.text
+    path = output.with_name("out.jsonl.report.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"session": {"number": 2, "generate_s": 5.0}}))
+    assert "that of the last session" in checked(render(read_content(output))).text
 
 
 def test_what_is_empty_is_a_share_of_the_cache_as_all_of_its_chart(output: Path) -> None:
