@@ -20,13 +20,13 @@ from cbatch.io.sources import open_source
 from cbatch.io.streams import STDIN
 from cbatch.jobs.openai import is_batch_row
 from cbatch.jobs.rendering import Rendered, Renderer
+from cbatch.jobs.report import PROMPT_SETTINGS
 
 MAX_ROWS = 2_000
 PIECE_TOKENS = 16
 PIECE_CHARACTERS = 64  # about as much
 UNKNOWN = "what prompts have in common is not known"
 NAMING = ("prompt_column", "template")  # settings that say what the prompt is
-PROMPT_SETTINGS = (*NAMING, "system_prompt")
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def of_run(output: Path) -> tuple[Situation, str]:
         notes=[problem] if problem else [],
     )
     if not situation.engine.allow_block_sharing and _is_given(report, SHARING):
-        _look_at_prompts(situation, report.get("inputs") or (), {})
+        _look_at_prompts(situation, report.get("inputs") or (), report.get("prompt") or {})
     words = f"the report of {output}"
     if sessions:
         words = _take_trace(situation, sessions, report, output)

@@ -42,7 +42,7 @@ SUMMED = (
 )
 AVERAGED = ("kv_waste_fraction", "mean_cache_usage")  # over steps
 GREATEST = ("peak_rss_bytes", "max_cache_usage")
-SHARED = ("inputs", "model", "sampling", "seeds", "settings", "versions")
+SHARED = ("inputs", "model", "sampling", "prompt", "seeds", "settings", "versions")
 
 
 def merge_reports(parts: list[Path]) -> dict[str, Any]:

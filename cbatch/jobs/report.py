@@ -20,6 +20,7 @@ from cbatch.engine.stats import EngineStats
 from cbatch.jobs.totals import Totals
 
 PACKAGES = ("cbatch", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
+PROMPT_SETTINGS = ("prompt_column", "template", "system_prompt")  # that say what of a row is the prompt
 PROCESS_STATUS = Path("/proc/self/status")
 SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "SLURM_RESTART_COUNT")
 
@@ -90,6 +91,7 @@ def request_of(job: JobConfig, engine: EngineConfig) -> dict[str, Any]:
         "output": job.output,
         "model": engine.model,
         "sampling": dict(job.sampling),
+        "prompt": {name: value for name in PROMPT_SETTINGS if (value := getattr(job, name)) is not None},
         "seeds": {"job": job.seed},
     }
 

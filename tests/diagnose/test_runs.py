@@ -203,6 +203,16 @@ def test_sharing_that_the_model_does_not_allow_is_no_advice(tmp_path: Path, cloc
     assert "prefix sharing" not in causes(diagnose_run(str(output)))
 
 
+def test_what_a_run_made_its_prompts_of_is_what_is_compared(tmp_path: Path, clock: Clock) -> None:
+    rows = tmp_path / "in.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "x" * 640, "text": f"{n} differs"}) + "\n" for n in range(10)))
+    report: dict[str, Any] = {"inputs": [str(rows)]}
+    output = finished_run(tmp_path, clock, works(30, (8, 16), (4, 8)), allow_block_sharing=False, report=report)
+    assert of_run(output)[0].shared_share > 0.5
+    change_report(output, prompt={"prompt_column": "text"})
+    assert of_run(output)[0].shared_share == 0.0
+
+
 def test_an_input_that_was_a_stream_is_said_not_to_be_looked_at(tmp_path: Path, clock: Clock) -> None:
     output = finished_run(tmp_path, clock, works(60, (8, 30), (30, 40)), allow_block_sharing=False, **ROOMY)
     for name in ("-", "https://example.com/rows.jsonl"):

@@ -500,6 +500,7 @@ def test_the_prompt_column_is_read_and_passed_through(bench: Bench) -> None:
     bench.write([{"question": "why", "prompt": "not this"}])
     bench.run(prompt_column="question")
     assert bench.rows()[0]["completion"] == expected("why")
+    assert bench.report()["prompt"] == {"prompt_column": "question"}, "the report says what the prompt was"
 
 
 def test_an_input_without_prompts_never_loads_the_model(bench: Bench) -> None:
