@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import interpreter  # noqa: F401
+
 ROOT = Path(__file__).parent.parent
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's client is imported

@@ -1,14 +1,16 @@
 """Which implementation of an op runs: the only place that decides.
 
 Called by cbatch/models. On a CPU the compiled kernels run where the machine could build them and they take the tensors;
-everywhere else the PyTorch references do.
+on a CUDA device, or under Triton's interpreter, those in Triton; everywhere else the PyTorch references do.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -36,12 +38,21 @@ class AttentionChoice:
     gathers: bool
 
 
+def uses_triton(device: torch.device) -> bool:
+    """Tell whether kernels in Triton run on a device; does not import it, which takes a while."""
+    is_interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    return (device.type == "cuda" or is_interpreted) and find_spec("triton") is not None
+
+
 def choose_attention(
     device: torch.device, dtype: torch.dtype, head_dim: int, *, fixed_order: bool = False
 ) -> AttentionChoice:
     """Tell what `paged_attention` runs for a model."""
+    if uses_triton(device) and not fixed_order:
+        return AttentionChoice("Triton", "it attends over the pages where they lie", gathers=False)
     if device.type != "cpu":
-        reason = f"there are no compiled kernels for {device.type}"
+        reason = f"there are no kernels for {device.type} here"
+        reason += "" if device.type != "cuda" or fixed_order else ": pip install triton"
     elif (refused := refuses_compiled_attention(dtype, head_dim)) is not None:
         reason = f"the compiled kernels have {refused}"
     elif (kernels := load_kernels(dtype)).library is None:
@@ -68,7 +79,9 @@ def paged_attention(
     With a `row_multiple`, as `fixed_order_attention`: what a token gets does not depend on the batch, to the bit.
     """
     attend: Callable[..., Tensor]
-    if (
+    if row_multiple is None and uses_triton(query.device):
+        from cbatch_kernels.triton_attention import paged_attention_triton as attend
+    elif (
         takes_compiled_attention(query, key_pages, value_pages)
         and (library := load_kernels(query.dtype).library) is not None
     ):

@@ -33,7 +33,7 @@ def test_without_kernels_the_reference_runs_and_says_why(fixed_order: bool, name
 @pytest.mark.parametrize(
     ("device", "dtype", "head_dim", "reason"),
     [
-        ("cuda", torch.bfloat16, 64, "there are no compiled kernels for cuda"),
+        ("mps", torch.bfloat16, 64, "there are no kernels for mps here"),
         ("cpu", torch.float64, 64, "the compiled kernels have none for float64"),
         ("cpu", torch.float32, 20, "the compiled kernels have none for heads of 20, which is no multiple of 8"),
     ],
@@ -44,6 +44,23 @@ def test_what_no_kernel_takes_builds_none(
     monkeypatch.setattr(dispatch, "load_kernels", None)
     choice = choose_attention(torch.device(device), dtype, head_dim)
     assert choice == AttentionChoice("PyTorch reference", reason, gathers=True)
+
+
+@pytest.mark.parametrize(
+    ("fixed_order", "has_triton", "name", "reason"),
+    [
+        (False, True, "Triton", "it attends over the pages where they lie"),
+        (True, True, "PyTorch in a fixed order", "there are no kernels for cuda here"),
+        (False, False, "PyTorch reference", "there are no kernels for cuda here: pip install triton"),
+    ],
+    ids=str,
+)
+def test_on_a_gpu_triton_attends_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, fixed_order: bool, has_triton: bool, name: str, reason: str
+) -> None:
+    monkeypatch.setattr(dispatch, "find_spec", lambda _: object() if has_triton else None)
+    choice = choose_attention(torch.device("cuda"), torch.bfloat16, 64, fixed_order=fixed_order)
+    assert choice == AttentionChoice(name, reason, gathers=name != "Triton")
 
 
 def test_tensors_that_the_kernel_does_not_take_go_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,249 @@
+"""The kernels behind `triton_attention`, which launches them and says what their arguments are.
+
+A program of `attend` works on a tile: some query tokens of one sequence with all query heads of one KV head, and on a
+span of that sequence's keys. `join_spans` adds spans up.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    result_ptr,  # [T, heads, head_dim]; of spans float32 [T, heads, spans, head_dim]
+    peak_ptr,  # float32 [T, heads, spans]: the largest score of a span
+    total_ptr,  # as peak_ptr: the sum of its weights
+    cu_seqlens_ptr,
+    context_lens_ptr,
+    tables_ptr,
+    sinks_ptr,
+    first_sequence,
+    end_sequence,
+    query_token_stride,
+    query_head_stride,
+    query_dim_stride,
+    key_page_stride,
+    key_head_stride,
+    key_slot_stride,
+    key_dim_stride,
+    value_page_stride,
+    value_head_stride,
+    value_slot_stride,
+    value_dim_stride,
+    table_stride,
+    scaling,
+    softcap,
+    span,  # keys of a span, a multiple of KEY_BLOCK
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    QUERY_TILE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    NUM_SPANS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    kv_head, part = tl.program_id(1), tl.program_id(2)
+    sequence, first_query, num_queries, tile = find_tile(cu_seqlens_ptr, first_sequence, end_sequence, QUERY_TILE)
+    if tile >= num_queries:
+        return
+    context_len = tl.load(context_lens_ptr + sequence)
+    rows, dims = tl.arange(0, QUERY_TILE * GROUP_PAD), tl.arange(0, HEAD_PAD)
+    tokens, group_heads = tile + rows // GROUP_PAD, rows % GROUP_PAD
+    is_row = (tokens < num_queries) & (group_heads < GROUP)
+    is_dim = dims < HEAD_DIM
+    heads = kv_head * GROUP + group_heads
+    tokens_at = (first_query + tokens).to(tl.int64)
+    query_at = tokens_at * query_token_stride + heads * query_head_stride
+    query = tl.load(
+        query_ptr + query_at[:, None] + dims[None, :] * query_dim_stride,
+        mask=is_row[:, None] & is_dim[None, :],
+        other=0.0,
+    )
+
+    first_position = context_len - num_queries
+    first_key = 0
+    if WINDOW > 0:
+        first_key = tl.maximum(first_position + tile - WINDOW + 1, 0)
+    end_key = tl.minimum(first_position + tile + QUERY_TILE, context_len)
+    begin, end = (first_key // KEY_BLOCK) * KEY_BLOCK, end_key
+    if NUM_SPANS > 1:
+        begin = tl.maximum(begin, part * span)
+        end = tl.minimum(end_key, (part + 1) * span)
+    peak, total, result = walk_keys(
+        query,
+        key_ptr + kv_head * key_head_stride,
+        value_ptr + kv_head * value_head_stride,
+        tables_ptr + sequence * table_stride,
+        first_position + tokens,
+        (begin, end, first_key, end_key),
+        (key_page_stride, key_slot_stride, key_dim_stride),
+        (value_page_stride, value_slot_stride, value_dim_stride),
+        scaling,
+        softcap,
+        HEAD_DIM,
+        PAGE_SIZE,
+        KEY_BLOCK,
+        WINDOW,
+        HAS_SOFTCAP,
+        DOT,
+        PRECISION,
+    )
+    results_at = tokens_at * tl.num_programs(1) * GROUP + heads
+    if NUM_SPANS > 1:
+        results_at = results_at * NUM_SPANS + part
+        tl.store(peak_ptr + results_at, peak, mask=is_row)
+        tl.store(total_ptr + results_at, total, mask=is_row)
+    else:
+        if HAS_SINKS:
+            total, result = add_sinks(peak, total, result, tl.load(sinks_ptr + heads, mask=is_row, other=0.0))
+        result = result / tl.where(is_row, total, 1.0)[:, None]
+    tl.store(
+        result_ptr + (results_at * HEAD_DIM)[:, None] + dims[None, :],
+        result.to(result_ptr.dtype.element_ty),
+        mask=is_row[:, None] & is_dim[None, :],
+    )
+
+
+@triton.jit
+def walk_keys(
+    query,
+    key_ptr,  # the KV head's
+    value_ptr,
+    table_ptr,  # the sequence's
+    positions,
+    span,  # begin, end; and, beyond these, the first key that is seen and the end of those
+    key_strides,  # of page, slot, dimension
+    value_strides,
+    scaling,
+    softcap,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend to a span of keys: the largest score of each row, the sum of its weights, their values."""
+    begin, end, first_key, end_key = span
+    key_page_stride, key_slot_stride, key_dim_stride = key_strides
+    value_page_stride, value_slot_stride, value_dim_stride = value_strides
+    dims = tl.arange(0, query.shape[1])
+    is_dim = dims < HEAD_DIM
+    peak = tl.full([query.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([query.shape[0]], tl.float32)
+    result = tl.zeros([query.shape[0], query.shape[1]], tl.float32)
+    for at in range(begin, end, KEY_BLOCK):
+        keys = at + tl.arange(0, KEY_BLOCK)
+        is_key = (keys >= first_key) & (keys < end_key)
+        pages = tl.load(table_ptr + keys // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
+        key_at = pages * key_page_stride + keys % PAGE_SIZE * key_slot_stride
+        value_at = pages * value_page_stride + keys % PAGE_SIZE * value_slot_stride
+        # What no token was written to may hold anything: it is not read.
+        key = tl.load(
+            key_ptr + key_at[None, :] + dims[:, None] * key_dim_stride,
+            mask=is_key[None, :] & is_dim[:, None],
+            other=0.0,
+        )
+        value = tl.load(
+            value_ptr + value_at[:, None] + dims[None, :] * value_dim_stride,
+            mask=is_key[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        scores = tl.dot(query.to(DOT), key.to(DOT), input_precision=PRECISION) * scaling
+        if HAS_SOFTCAP:
+            scores = cap(scores, softcap)
+        sees = is_key[None, :] & (keys[None, :] <= positions[:, None])
+        if WINDOW > 0:
+            sees = sees & (keys[None, :] > positions[:, None] - WINDOW)
+        scores = tl.where(sees, scores, float("-inf"))
+        # A row that sees nothing yet keeps a peak of -inf, and takes 0 in its place so that no NaN arises.
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights, fading = tl.exp(scores - shift[:, None]), tl.exp(peak - shift)
+        total = total * fading + tl.sum(weights, 1)
+        result = tl.dot(weights.to(DOT), value.to(DOT), result * fading[:, None], input_precision=PRECISION)
+        peak = new_peak
+    return peak, total, result
+
+
+@triton.jit
+def find_tile(cu_seqlens_ptr, first_sequence, end_sequence, QUERY_TILE: tl.constexpr):
+    """Find this program's sequence, its first query token and their number, and the tile's first token among them.
+
+    A sequence is given one tile more than its tokens could need, so that where its tiles begin follows from sums that
+    are there already; a tile beyond its tokens has nothing to do.
+    """
+    wanted = tl.program_id(0)
+    base = tl.load(cu_seqlens_ptr + first_sequence)
+    low, high = first_sequence, end_sequence
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if (tl.load(cu_seqlens_ptr + middle) - base) // QUERY_TILE + middle - first_sequence <= wanted:
+            low = middle
+        else:
+            high = middle
+    first_query = tl.load(cu_seqlens_ptr + low)
+    num_queries = tl.load(cu_seqlens_ptr + low + 1) - first_query
+    skipped = (first_query - base) // QUERY_TILE + low - first_sequence
+    return low, first_query, num_queries, (wanted - skipped) * QUERY_TILE
+
+
+@triton.jit
+def cap(scores, softcap):
+    """softcap * tanh(scores / softcap), which overflows nowhere."""
+    fall = tl.exp(-2.0 * tl.abs(scores) / softcap)
+    return tl.where(scores < 0, -softcap, softcap) * (1.0 - fall) / (1.0 + fall)
+
+
+@triton.jit
+def add_sinks(peak, total, result, sinks):
+    """Count a logit without a value among a row's."""
+    sinks = sinks.to(tl.float32)
+    highest = tl.maximum(peak, sinks)
+    fading = tl.exp(peak - highest)
+    return total * fading + tl.exp(sinks - highest), result * fading[:, None]
+
+
+@triton.jit
+def join_spans(
+    result_ptr,  # [T, heads, head_dim]
+    partial_ptr,  # float32 [T, heads, spans, head_dim]
+    peak_ptr,  # float32 [T, heads, spans]
+    total_ptr,
+    sinks_ptr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    NUM_SPANS: tl.constexpr,
+    SPANS_PAD: tl.constexpr,
+):
+    head = tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + head
+    parts, dims = tl.arange(0, SPANS_PAD), tl.arange(0, HEAD_PAD)
+    is_part, is_dim = parts < NUM_SPANS, dims < HEAD_DIM
+    peaks = tl.load(peak_ptr + row * NUM_SPANS + parts, mask=is_part, other=float("-inf"))
+    totals = tl.load(total_ptr + row * NUM_SPANS + parts, mask=is_part, other=0.0)
+    partial = tl.load(
+        partial_ptr + (row * NUM_SPANS + parts[:, None]) * HEAD_DIM + dims[None, :],
+        mask=is_part[:, None] & is_dim[None, :],
+        other=0.0,
+    )
+    highest = tl.max(peaks, 0)
+    if HAS_SINKS:
+        highest = tl.maximum(highest, tl.load(sinks_ptr + head).to(tl.float32))
+    weights = tl.exp(peaks - highest)  # 0 for a span in which nothing is seen
+    total = tl.sum(totals * weights, 0)
+    if HAS_SINKS:
+        total += tl.exp(tl.load(sinks_ptr + head).to(tl.float32) - highest)
+    joined = tl.sum(partial * weights[:, None], 0) / total
+    tl.store(result_ptr + row * HEAD_DIM + dims, joined.to(result_ptr.dtype.element_ty), mask=is_dim)
