@@ -17,6 +17,7 @@ class Facts:
     """What is known of a run so far; what is not known excludes nothing."""
 
     deterministic: bool = False
+    cuda_graph: bool = False
     block_sharing: bool = False
     template: bool = False
     prompt_column: bool = False
@@ -64,6 +65,20 @@ EXCLUSIONS = (
         hint="leave --deterministic out",
     ),
     NO_SHARING,
+    Exclusion(
+        one="use_cuda_graph",
+        other="a CPU",
+        excludes=lambda facts: facts.cuda_graph and facts.device not in (None, "cuda"),
+        why="use_cuda_graph needs a CUDA device",
+        hint="leave it out",
+    ),
+    Exclusion(
+        one="use_cuda_graph",
+        other="a mixture of experts",
+        excludes=lambda facts: facts.cuda_graph and facts.has_experts,
+        why="use_cuda_graph cannot capture a mixture of experts, whose shapes depend on the tokens",
+        hint="leave it out",
+    ),
     Exclusion(
         one="--template",
         other="--prompt-column",

@@ -37,6 +37,9 @@ class EngineConfig:
     cpu_offload_space: float = 0.0  # GiB of host memory for the KV of requests that are moved out
     speculation: bool | None = None  # drafts of what the prompt says as well; None: in small batches
     deterministic: bool | None = None  # the same bits whatever the batch; None: where that costs nothing
+    use_cuda_graph: bool | None = None  # decode steps captured once per padded shape and replayed
+    q_padding_interval_size: int | None = None  # query tokens to whose multiples captured steps are padded
+    kv_padding_interval_size: int | None = None  # the same of the tokens of a context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from cbatch_kernels.linear import linear, linear_ref, pack_linear, refuses_packi
 from cbatch_kernels.metadata import PagedMetadata
 from cbatch_kernels.paged_attention import paged_attention_ref
 from cbatch_kernels.rms_norm import rms_norm_ref
-from cbatch_kernels.rope import rope_ref
+from cbatch_kernels.rope_cache_write import rope_cache_write_ref
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 WARM_UP = 3
@@ -177,15 +177,18 @@ def _rms_norm(sizes: Sizes) -> Timed:
     )
 
 
-def _rope(sizes: Sizes) -> Timed:
-    heads = sizes.draw(sizes.num_tokens, sizes.heads + sizes.kv_heads, sizes.head_dim)
+def _rope_cache_write(sizes: Sizes) -> Timed:
+    keys, values, _ = _pools(sizes)
+    merged = sizes.draw(sizes.num_tokens, sizes.heads + 2 * sizes.kv_heads, sizes.head_dim)
+    query, key, value = merged.split((sizes.heads, sizes.kv_heads, sizes.kv_heads), dim=1)
     angles = sizes.draw(sizes.num_tokens, sizes.head_dim)
     cos, sin = angles.cos(), angles.sin()
+    slots = torch.randperm(sizes.rows * sizes.context, device=sizes.device)[: sizes.num_tokens]
     return Timed(
-        lambda: dispatch.rope(heads, cos, sin),
-        lambda: rope_ref(heads, cos, sin),
-        2 * heads.nbytes + 2 * angles.nbytes,
-        3 * heads.numel(),
+        lambda: dispatch.rope_cache_write(query, key, value, cos, sin, keys, values, slots),
+        lambda: rope_cache_write_ref(query, key, value, cos, sin, keys, values, slots),
+        2 * merged.nbytes + 2 * angles.nbytes,
+        3 * (merged.numel() - value.numel()),
     )
 
 
@@ -215,7 +218,7 @@ OPS = {
     "paged_attention": Op(_paged_attention, "kernels/test_paged_attention.py"),
     "cache_write": Op(_cache_write, "kernels/test_cache_write.py"),
     "rms_norm": Op(_rms_norm, "kernels/test_row_ops.py"),
-    "rope": Op(_rope, "kernels/test_row_ops.py"),
+    "rope_cache_write": Op(_rope_cache_write, "kernels/test_row_ops.py"),
     "linear": Op(_linear, "models/test_patch.py"),
 }
 

@@ -8,5 +8,5 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 with contextlib.suppress(ImportError):
     import triton.language  # noqa: F401
-    from cbatch_kernels import triton_attention  # noqa: F401
+    from cbatch_kernels import triton_attention, triton_rows  # noqa: F401
 del os.environ["TRITON_INTERPRET"]  # what asks for them, op by op

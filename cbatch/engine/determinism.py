@@ -9,11 +9,9 @@ So every product gets a whole number of `row_multiple` rows, padding included; a
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from cbatch_kernels.dispatch import AttentionChoice
-from cbatch_kernels.linear import LinearWeight, linear
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -23,6 +21,7 @@ from cbatch.errors import UsageError
 from cbatch.models.inspect import ModelShape
 from cbatch.models.load import LoadedModel
 from cbatch.models.outline import ModelOutline
+from cbatch.models.projections import PRODUCTS
 
 ROWS_PER_THREAD = 8
 HINT = "leave --deterministic out"
@@ -75,10 +74,10 @@ def _products(model: nn.Module) -> list[tuple[tuple[int, torch.dtype], Product]]
             assert isinstance(weight, Tensor)
             width = weight.shape[0] if isinstance(module, Conv1D) else weight.shape[1]
             found.setdefault((0, *weight.shape), ((width, weight.dtype), module))
-        for layer in vars(module).values():
-            if isinstance(layer, LinearWeight):
-                product = partial(linear, layer=layer)
-                found.setdefault((1, *layer.weight.shape), ((layer.weight.shape[1], layer.weight.dtype), product))
+        for part in vars(module).values():
+            if isinstance(part, PRODUCTS):
+                key = (1 + PRODUCTS.index(type(part)), *part.shape)
+                found.setdefault(key, ((part.shape[1], part.dtype), part))
     return list(found.values())
 
 

@@ -19,6 +19,7 @@ from cbatch.engine.cache.build import build_cache
 from cbatch.engine.cache.manager import CacheLoad, CacheManager
 from cbatch.engine.determinism import row_multiple
 from cbatch.engine.grammar import Grammars
+from cbatch.engine.graphs import CudaCapture
 from cbatch.engine.intake import Intake
 from cbatch.engine.memory import FreeMemory, free_memory, is_out_of_memory
 from cbatch.engine.modes import CHUNKED, MODES, Mode
@@ -123,6 +124,13 @@ class Engine:
                 f"the memory for a KV cache of {plan.num_blocks} blocks{beside} is not to be had",
                 hint="lower num_blocks, max_memory_percent or cpu_offload_space",
             ) from error
+        if plan.use_cuda_graph:
+            runner.replay_on(
+                CudaCapture(),
+                max_rows=plan.max_requests_per_batch,
+                q_padding_interval_size=plan.q_padding_interval_size,
+                kv_padding_interval_size=plan.kv_padding_interval_size,
+            )
         return cls(config, plan, loaded, cache, runner, mode)
 
     def observe(self, observer: Observer) -> None:

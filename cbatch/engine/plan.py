@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from cbatch_kernels.dispatch import AttentionChoice
 
-from cbatch.compatibility import NO_SHARING
+from cbatch.compatibility import NO_SHARING, Facts, check
 from cbatch.config import EngineConfig
 from cbatch.engine.cache.build import group_layers
 from cbatch.engine.determinism import check_deterministic, decide_deterministic
@@ -37,7 +37,19 @@ from cbatch.units import GIB, ceil_div, format_bytes
 
 DEFAULT_PAGE_SIZE = 16  # as vLLM's; wastes half a page per request, under 4 % from 200 tokens on
 MIN_BATCH_TOKENS = 16
+Q_PADDING = 16  # query tokens: a captured step is rounded up by few, and a job captures few
+KV_PADDING = 1024  # tokens of a context
 STEP_SHARE = 0.25  # of the memory, at most, for what grows with a step's batch; the rest is cache
+
+COUNTS = (
+    "page_size",
+    "num_blocks",
+    "max_batch_tokens",
+    "max_requests_per_batch",
+    "max_model_len",
+    "q_padding_interval_size",
+    "kv_padding_interval_size",
+)
 
 Value = TypeVar("Value")
 
@@ -84,6 +96,9 @@ class EnginePlan:
     speculation: int  # query tokens up to which a step is filled with drafts; 0: never
     deterministic: bool
     attention: str
+    use_cuda_graph: bool
+    q_padding_interval_size: int  # query tokens
+    kv_padding_interval_size: int  # tokens of a context
     reasons: dict[str, str]
 
     def settings(self) -> dict[str, dict[str, object]]:
@@ -93,7 +108,7 @@ class EnginePlan:
 
 def check_config(config: EngineConfig, shape: ModelShape) -> None:
     """Refuse, before any weights load, what cannot work. Raises UsageError."""
-    for name in ("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_model_len"):
+    for name in COUNTS:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise UsageError(f"{name} is {value}; it must be at least 1")
@@ -107,6 +122,8 @@ def check_config(config: EngineConfig, shape: ModelShape) -> None:
         raise UsageError(f"unknown scheduler_type '{config.scheduler_type}'", hint=f"known: {', '.join(SCHEDULERS)}")
     if config.deterministic:
         check_deterministic(shape, choose_device(config.device).value)
+    if config.use_cuda_graph:
+        check(Facts(cuda_graph=True, device=choose_device(config.device).value.type, has_experts=shape.has_experts))
     if config.max_model_len is not None and config.max_model_len > shape.context_length:
         raise UsageError(
             f"max_model_len is {config.max_model_len}, but the model's context is {shape.context_length} tokens",
@@ -148,6 +165,8 @@ def plan_engine(
     decided.note("attention", attention.reason)
     deterministic, reason = decide_deterministic(config, loaded, attention)
     decided.note("deterministic", reason)
+    use_cuda_graph, reason = _decide_graphs(config, loaded, attention, deterministic=deterministic)
+    decided.note("use_cuda_graph", reason)
     return EnginePlan(
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(device),
@@ -169,6 +188,13 @@ def plan_engine(
         speculation=_plan_speculation(config, decided, defaults, by_device, batch),
         deterministic=deterministic,
         attention=attention.name,
+        use_cuda_graph=use_cuda_graph,
+        q_padding_interval_size=decided.choose(
+            "q_padding_interval_size", config.q_padding_interval_size, Q_PADDING, "default"
+        ),
+        kv_padding_interval_size=decided.choose(
+            "kv_padding_interval_size", config.kv_padding_interval_size, KV_PADDING, "default"
+        ),
         reasons=decided.reasons,
     )
 
@@ -320,3 +346,18 @@ def _decide_sharing(config: EngineConfig, shape: ModelShape, max_model_len: int)
     if config.allow_block_sharing is None:
         return True, "on by default: all layers attend to the whole context"
     return config.allow_block_sharing, "given"
+
+
+def _decide_graphs(
+    config: EngineConfig, loaded: ModelOutline, attention: AttentionChoice, *, deterministic: bool
+) -> tuple[bool, str]:
+    """Tell whether decode steps are captured, and why."""
+    if loaded.device.type != "cuda":
+        return False, "off: there is no CUDA device"
+    if loaded.shape.has_experts:
+        return False, "off: the shapes of a mixture of experts depend on the tokens"
+    if attention.gathers or deterministic:
+        return False, "off: this attention reads lengths on the host"
+    if config.use_cuda_graph is None:
+        return True, "on by default: a decode step is one call for the host"
+    return config.use_cuda_graph, "given"

@@ -14,6 +14,7 @@ from cbatch.engine.batch import BatchBuilder, StepInputs
 from cbatch.engine.cache.allocator import CacheAllocator
 from cbatch.engine.cache.pool import CachePool
 from cbatch.engine.determinism import ROWS_PER_THREAD
+from cbatch.engine.graphs import CaptureDevice, Forward, GraphedForward
 from cbatch.engine.huge_pages import advise_huge_pages
 from cbatch.engine.offload import Moves
 from cbatch.engine.sampling import sample
@@ -61,13 +62,34 @@ class ModelRunner:
         type_of = {layer: i for i, allocator in enumerate(allocators) for layer in allocator.layers}
         self._layer_types = [self._types[type_of[layer]] for layer in range(shape.num_layers)]
         self._num_tokens = loaded.num_choosable
+        self._page_sizes = [allocator.page_size for allocator in allocators]
+        self._compute: Forward = self._forward
+
+    def replay_on(
+        self,
+        device: CaptureDevice,
+        *,
+        max_rows: int,
+        q_padding_interval_size: int,
+        kv_padding_interval_size: int,
+    ) -> GraphedForward:
+        """Capture decode steps and replay them from now on; see graphs.py."""
+        self._compute = graphed = GraphedForward(
+            self._forward,
+            device,
+            max_rows=max_rows,
+            page_sizes=self._page_sizes,
+            q_padding_interval_size=q_padding_interval_size,
+            kv_padding_interval_size=kv_padding_interval_size,
+        )
+        return graphed
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Results]:
         """Compute a step; return what it gives each request that samples, in plan order."""
         self._move_pages(plan.moves)
         inputs = self._builder.build(plan)
-        logits = self._forward(inputs)
+        logits = self._compute(inputs)
         choices = logits[: sum(map(len, inputs.result_rows)), : self._num_tokens]
         tokens = sample(choices, inputs.sampling)
         of_rows = self._check(choices, tokens, inputs)

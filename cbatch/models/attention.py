@@ -102,10 +102,12 @@ def attend_paged(
     sliding_window: int | None,
     softcap: float | None,
     sinks: Tensor | None = None,
+    angles: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Write a step's keys and values to a layer's pages and attend over them: [T, heads, head_dim].
 
-    query [T, heads, head_dim], key and value [T, kv_heads, head_dim], any strides but a dense last dimension.
+    query [T, heads, head_dim], key and value [T, kv_heads, head_dim], any strides but a dense last dimension. With
+    `angles`, cos and sin [T, rotary_dim], queries and keys are rotated before, in place.
     """
     layer_type = paged.layer_types[layer]
     if getattr(module, "is_causal", True) is False:
@@ -114,7 +116,10 @@ def attend_paged(
         raise _unsupported(module, "ignores the sliding window that its config states")
     inputs = paged.inputs[layer_type]
     key_pages, value_pages = paged.key_pages[layer], paged.value_pages[layer]
-    dispatch.cache_write(key, value, key_pages, value_pages, inputs.slot_mapping)
+    if angles is None:
+        dispatch.cache_write(key, value, key_pages, value_pages, inputs.slot_mapping)
+    else:
+        dispatch.rope_cache_write(query, key, value, *angles, key_pages, value_pages, inputs.slot_mapping)
     return dispatch.paged_attention(
         query,
         key_pages,

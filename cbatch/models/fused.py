@@ -7,29 +7,28 @@ layer's: embeddings, rotary angles, the loop over layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from cbatch_kernels import dispatch
-from cbatch_kernels.linear import Activation, LinearWeight, linear, linear_combine
+from cbatch_kernels.linear import Activation
 from torch import Tensor, nn
 
 from cbatch.models.attention import PagedStep, attend_paged
+from cbatch.models.projections import Parameters, Projections
 
-Pack = Callable[[Tensor, Tensor | None], LinearWeight]
 Taken = Any  # a module of transformers, whose attributes are known to the table alone
 
 
 class FusedLinear(nn.Module):
-    """A linear layer with a packed weight."""
+    """A linear layer by itself."""
 
-    def __init__(self, module: nn.Linear, pack: Pack) -> None:
+    def __init__(self, module: nn.Linear, projections: Projections) -> None:
         super().__init__()
-        self.layer = pack(module.weight, module.bias)
+        self.layer = projections.project((module.weight, module.bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.layer)
+        return self.layer(x)
 
 
 class FusedRMSNorm(nn.Module):
@@ -48,29 +47,27 @@ class FusedRMSNorm(nn.Module):
 class FusedMLP(nn.Module):
     """A gated MLP: activation, gate and residual are part of the products."""
 
-    def __init__(self, module: Taken, pack: Pack, activation: Activation) -> None:
+    def __init__(self, module: Taken, projections: Projections, activation: Activation) -> None:
         super().__init__()
-        gate, up = _gate_and_up(module)
-        self.gate, self.up = pack(*gate), pack(*up)
-        self.down = pack(module.down_proj.weight, module.down_proj.bias)
-        self.activation: Activation = activation
+        self.gated = projections.gate(*_gate_and_up(module), activation)
+        self.down = projections.project((module.down_proj.weight, module.down_proj.bias))
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        gated = linear_combine(x, self.up, linear(x, self.gate, self.activation), "mul")
-        return linear(gated, self.down) if residual is None else linear_combine(gated, self.down, residual, "add")
+        gated = self.gated(x)
+        return self.down(gated) if residual is None else self.down.add(gated, residual)
 
 
 class FusedAttention(nn.Module):
     """Queries, keys and values in one product, rotated in place, written to the cache and attended over."""
 
-    def __init__(self, module: Taken, pack: Pack) -> None:
+    def __init__(self, module: Taken, projections: Projections) -> None:
         super().__init__()
         self.layer_idx: int = module.layer_idx
         self.head_dim: int = module.head_dim
         self.num_heads = module.o_proj.in_features // self.head_dim
-        self.qkv = pack(*_queries_keys_values(module))
+        self.qkv = projections.project(_queries_keys_values(module))
         self.num_kv_heads = (self.qkv_features(module) // self.head_dim - self.num_heads) // 2
-        self.output = pack(module.o_proj.weight, module.o_proj.bias)
+        self.output = projections.project((module.o_proj.weight, module.o_proj.bias))
         self.scaling: float = module.scaling
         self.is_causal: bool = module.is_causal
         # As the families pass them: some keep the layer's window on the module, some the model's in the config.
@@ -97,16 +94,17 @@ class FusedAttention(nn.Module):
         residual: Tensor | None = None,
         **_: object,
     ) -> tuple[Tensor, None]:
-        heads = linear(hidden_states, self.qkv).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        heads = self.qkv(hidden_states).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         end_of_keys = self.num_heads + self.num_kv_heads
         query, key, value = heads[:, : self.num_heads], heads[:, self.num_heads : end_of_keys], heads[:, end_of_keys:]
         if self.query_norm is not None and self.key_norm is not None:
             _normalise(query, self.query_norm)
             _normalise(key, self.key_norm)
+        angles = None
         if self.rotates:
             assert position_embeddings is not None
             cos, sin = position_embeddings
-            dispatch.rope(heads[:, :end_of_keys], cos[0], sin[0])
+            angles = cos[0], sin[0]
         attended = attend_paged(
             self,
             self.layer_idx,
@@ -117,10 +115,11 @@ class FusedAttention(nn.Module):
             scaling=self.scaling,
             sliding_window=self.sliding_window,
             softcap=self.softcap,
+            angles=angles,
         ).view(*hidden_states.shape[:-1], -1)
         if residual is None:
-            return linear(attended, self.output), None
-        return linear_combine(attended, self.output, residual, "add"), None
+            return self.output(attended), None
+        return self.output.add(attended, residual), None
 
 
 class FusedLayer(nn.Module):
@@ -151,7 +150,7 @@ def _normalise(heads: Tensor, norm: nn.Module) -> None:
         heads.copy_(norm(heads.flatten(1)).view_as(heads))
 
 
-def _gate_and_up(module: Taken) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+def _gate_and_up(module: Taken) -> tuple[Parameters, Parameters]:
     if not hasattr(module, "gate_up_proj"):
         return (module.gate_proj.weight, module.gate_proj.bias), (module.up_proj.weight, module.up_proj.bias)
     gate, up = module.gate_up_proj.weight.chunk(2)
@@ -159,7 +158,7 @@ def _gate_and_up(module: Taken) -> tuple[tuple[Tensor, Tensor | None], tuple[Ten
     return (gate.contiguous(), None), (up.contiguous(), None)
 
 
-def _queries_keys_values(module: Taken) -> tuple[Tensor, Tensor | None]:
+def _queries_keys_values(module: Taken) -> Parameters:
     """Merge the three projections' weights and biases; some families have them merged."""
     if hasattr(module, "qkv_proj"):
         return module.qkv_proj.weight, module.qkv_proj.bias

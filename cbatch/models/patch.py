@@ -14,15 +14,16 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from cbatch_kernels.linear import Activation, pack_linear, refuses_packing
+from cbatch_kernels.linear import Activation
 from cbatch_kernels.metadata import PagedMetadata
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cbatch.errors import EngineError
 from cbatch.models.attention import AttentionInputs, PagedStep, name_layer_type
-from cbatch.models.fused import FusedAttention, FusedLayer, FusedLinear, FusedMLP, FusedRMSNorm, Pack
+from cbatch.models.fused import FusedAttention, FusedLayer, FusedLinear, FusedMLP, FusedRMSNorm
 from cbatch.models.inspect import ModelShape
+from cbatch.models.projections import Projections, choose_projections
 from cbatch.units import ceil_div
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 @dataclass(frozen=True, slots=True)
 class Swaps:
-    """Which classes of a family are swapped; every other linear layer of it is packed where it stands."""
+    """Which classes of a family are swapped; where weights are packed, every other linear layer is, where it stands."""
 
     norms: Mapping[str, float] = field(default_factory=dict)  # class → what it adds to its stored weight
     attention: str | None = None
@@ -77,7 +78,8 @@ def patch_refusal(model_type: str, dtype: torch.dtype, device: torch.device) -> 
     """Say why a model cannot be patched; None where it can."""
     if model_type not in FAMILIES:
         return f"{model_type} is not in the table of patches"
-    return refuses_packing(dtype, device)
+    chosen = choose_projections(dtype, device)
+    return chosen if isinstance(chosen, str) else None
 
 
 @torch.inference_mode()
@@ -88,7 +90,9 @@ def patch_model(model: PreTrainedModel, shape: ModelShape, device: torch.device)
     """
     before = _logits(model, shape, device)
     swaps = FAMILIES[shape.model_type]
-    _swap(model, swaps, pack_linear, _activation(model))
+    projections = choose_projections(model.dtype, device)
+    assert not isinstance(projections, str), projections
+    _swap(model, swaps, projections, _activation(model))
     after = _logits(model, shape, device)
     spread = (before.max() - before.min()).item()
     difference = (after - before).abs().max().item()
@@ -97,17 +101,18 @@ def patch_model(model: PreTrainedModel, shape: ModelShape, device: torch.device)
     logger.debug("patched logits differ by %.3g of %.3g", difference, spread)
 
 
-def _swap(model: nn.Module, swaps: Swaps, pack: Pack, activation: Activation | None) -> None:
+def _swap(model: nn.Module, swaps: Swaps, projections: Projections, activation: Activation | None) -> None:
     """Swap inside out, so that each fused module takes over what is swapped within it."""
     for name, offset in swaps.norms.items():
         _replace(model, name, partial(FusedRMSNorm, offset=offset))
     if swaps.mlp is not None and activation is not None:
-        _replace(model, swaps.mlp, partial(FusedMLP, pack=pack, activation=activation))
+        _replace(model, swaps.mlp, partial(FusedMLP, projections=projections, activation=activation))
     if swaps.attention is not None:
-        _replace(model, swaps.attention, partial(FusedAttention, pack=pack))
+        _replace(model, swaps.attention, partial(FusedAttention, projections=projections))
     if swaps.layer is not None and activation is not None:
         _replace(model, swaps.layer, FusedLayer)
-    _replace(model, "Linear", partial(FusedLinear, pack=pack))
+    if projections.takes_all:
+        _replace(model, "Linear", partial(FusedLinear, projections=projections))
 
 
 def _replace(model: nn.Module, class_name: str, fuse: Callable[[Any], nn.Module]) -> None:

@@ -23,10 +23,12 @@ from cbatch_kernels.compiled_attention import (
     takes_compiled_attention,
 )
 from cbatch_kernels.fixed_order_attention import fixed_order_attention
+from cbatch_kernels.gated import activate_and_multiply_ref
+from cbatch_kernels.linear import Activation
 from cbatch_kernels.metadata import PagedMetadata
 from cbatch_kernels.paged_attention import paged_attention_ref
 from cbatch_kernels.rms_norm import rms_norm_compiled, rms_norm_ref, takes_compiled_rms_norm
-from cbatch_kernels.rope import rope_compiled, rope_ref, takes_compiled_rope
+from cbatch_kernels.rope_cache_write import rope_cache_write_compiled, rope_cache_write_ref, takes_compiled_rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,23 +106,54 @@ def paged_attention(
 
 def cache_write(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, slot_mapping: Tensor) -> None:
     """Write new keys and values to their slots, in place; as `cache_write_ref`."""
+    if uses_triton(key.device):
+        from cbatch_kernels.triton_rows import cache_write_triton, takes_triton_write
+
+        if takes_triton_write(key, value, key_pages, value_pages):
+            return cache_write_triton(key, value, key_pages, value_pages, slot_mapping)
     takes = can_compile_cache_write(key, value, key_pages, value_pages)
     if takes and (library := load_kernels(key.dtype).library) is not None:
-        cache_write_compiled(library, key, value, key_pages, value_pages, slot_mapping)
-    else:
-        cache_write_ref(key, value, key_pages, value_pages, slot_mapping)
+        return cache_write_compiled(library, key, value, key_pages, value_pages, slot_mapping)
+    return cache_write_ref(key, value, key_pages, value_pages, slot_mapping)
+
+
+def rope_cache_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """Rotate queries and keys and write keys and values to their slots, in place; as `rope_cache_write_ref`."""
+    tensors = (query, key, value, cos, sin, key_pages, value_pages)
+    if uses_triton(query.device):
+        from cbatch_kernels.triton_rows import rope_cache_write_triton, takes_triton_write
+
+        if takes_triton_write(*tensors):
+            return rope_cache_write_triton(*tensors, slot_mapping)
+    if takes_compiled_rope(*tensors) and (library := load_kernels(query.dtype).library) is not None:
+        return rope_cache_write_compiled(library, *tensors, slot_mapping)
+    return rope_cache_write_ref(*tensors, slot_mapping)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise rows; as `rms_norm_ref`."""
+    if uses_triton(x.device):
+        from cbatch_kernels.triton_rows import rms_norm_triton
+
+        return rms_norm_triton(x, weight, eps)
     if takes_compiled_rms_norm(x) and (library := load_kernels(x.dtype).library) is not None:
         return rms_norm_compiled(library, x, weight, eps)
     return rms_norm_ref(x, weight, eps)
 
 
-def rope(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate heads in place; as `rope_ref`."""
-    if takes_compiled_rope(heads, cos, sin) and (library := load_kernels(heads.dtype).library) is not None:
-        rope_compiled(library, heads, cos, sin)
-    else:
-        rope_ref(heads, cos, sin)
+def activate_and_multiply(x: Tensor, activation: Activation) -> Tensor:
+    """Activate the first half of each row and multiply it by the second; as `activate_and_multiply_ref`."""
+    if uses_triton(x.device) and x.stride(1) == 1:
+        from cbatch_kernels.triton_rows import activate_and_multiply_triton
+
+        return activate_and_multiply_triton(x, activation)
+    return activate_and_multiply_ref(x, activation)

@@ -23,7 +23,7 @@ from cbatch_kernels.triton_kernels.attention import attend, join_spans
 from cbatch_kernels.triton_launch import count_processors, dot_dtype, launch
 
 MIN_DOT = 16  # the least that tensor cores multiply
-NUM_WARPS = 8
+SINGLE_WARPS = 8
 LEAST_SPAN = 256  # keys that are worth a program of their own
 MAX_SPANS = 16
 PROGRAMS_PER_PROCESSOR = 2  # that hide one another's waits for memory
@@ -35,14 +35,13 @@ class Tiles:
 
     prompt_rows: int  # query tokens of a prompt times query heads of a KV head
     prompt_keys: int
+    prompt_warps: int
     single_keys: int  # for sequences of one query token
 
 
-TILES = {
-    64: Tiles(128, 64, 64),
-    128: Tiles(128, 32, 64),
-    256: Tiles(32, 16, 32),
-}  # by the largest head that they are for
+# By the largest head that they are for. In float32 no tensor core multiplies, and operands fill the registers.
+TILES = {64: Tiles(64, 64, 8, 64), 128: Tiles(128, 32, 8, 64), 256: Tiles(32, 16, 4, 32)}
+FLOAT32_TILES = {256: Tiles(32, 16, 8, 16)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,8 @@ class _Layer:
 
     @property
     def tiles(self) -> Tiles:
-        return next(tiles for size, tiles in TILES.items() if self.query.shape[2] <= size)
+        choices = FLOAT32_TILES if self.query.dtype == torch.float32 else TILES
+        return next(tiles for size, tiles in choices.items() if self.query.shape[2] <= size)
 
     @property
     def kv_heads(self) -> int:
@@ -94,8 +94,8 @@ def paged_attention_triton(
         tile = max(1, layer.tiles.prompt_rows // _pad(layer.group))
         num_tokens = metadata.num_query_tokens - num_single
         num_tiles = num_tokens // tile + num_sequences - num_single
-        keys = layer.tiles.prompt_keys
-        _launch_attend(layer, result, (num_single, num_sequences), num_tiles, query_tile=tile, key_block=keys)
+        shape = (tile, layer.tiles.prompt_keys, layer.tiles.prompt_warps)
+        _launch_attend(layer, result, (num_single, num_sequences), num_tiles, shape)
     return result
 
 
@@ -106,15 +106,15 @@ def _attend_single_tokens(layer: _Layer, result: Tensor) -> None:
     span, num_spans = _choose_spans(layer)
     tile = max(1, MIN_DOT // _pad(layer.group))
     num_tiles = num_rows // tile + num_rows
-    keys = layer.tiles.single_keys
+    shape = (tile, layer.tiles.single_keys, SINGLE_WARPS)
     if num_spans == 1:
-        _launch_attend(layer, result, (0, num_rows), num_tiles, query_tile=tile, key_block=keys)
+        _launch_attend(layer, result, (0, num_rows), num_tiles, shape)
         return
     heads, head_dim = layer.query.shape[1:]
     partial = result.new_empty((num_rows, heads, num_spans, head_dim), dtype=torch.float32)
     peaks, totals = partial.new_empty((2, num_rows, heads, num_spans))
     spans = (span, num_spans, peaks, totals)
-    _launch_attend(layer, partial, (0, num_rows), num_tiles, query_tile=tile, key_block=keys, spans=spans)
+    _launch_attend(layer, partial, (0, num_rows), num_tiles, shape, spans)
     launch(
         join_spans,
         (num_rows, heads),
@@ -151,12 +151,14 @@ def _launch_attend(
     result: Tensor,
     sequences: tuple[int, int],
     num_tiles: int,
-    *,
-    query_tile: int,
-    key_block: int,
+    shape: tuple[int, int, int],
     spans: tuple[int, int, Tensor, Tensor] | None = None,
 ) -> None:
-    """Attend for the sequences from the first to before the second; without `spans` a context is walked at once."""
+    """Attend for the sequences from the first to before the second; without `spans` a context is walked at once.
+
+    `shape` of a program: query tokens, keys at a time, warps.
+    """
+    query_tile, key_block, num_warps = shape
     query, key_pages, value_pages, metadata = layer.query, layer.key_pages, layer.value_pages, layer.metadata
     span, num_spans, peaks, totals = spans if spans is not None else (0, 1, None, None)
     head_dim = query.shape[2]
@@ -194,7 +196,7 @@ def _launch_attend(
         NUM_SPANS=num_spans,
         DOT=dot_dtype(query.dtype),
         PRECISION="ieee",
-        num_warps=NUM_WARPS,
+        num_warps=num_warps,
     )
 
 

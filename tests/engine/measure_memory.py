@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 import transformers  # noqa: F401  # counts as an import, not as the engine's memory
-from cbatch_kernels.linear import LinearWeight
 from transformers import LlamaForCausalLM  # noqa: F401
 
 from cbatch.config import EngineConfig, SamplingParams
@@ -26,6 +25,7 @@ from cbatch.engine.request import Prompt
 from cbatch.engine.runner import ModelRunner
 from cbatch.engine.sizing import longest_context, step_footprint
 from cbatch.models.inspect import inspect_model
+from cbatch.models.projections import CompiledProduct, OneDnnGate, OneDnnProjection
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
@@ -44,8 +44,11 @@ def peak_anonymous() -> int:
 
 def weight_bytes(model: torch.nn.Module) -> int:
     """Count the bytes of a model's weights, those included that fused modules have packed."""
-    packed = (layer for m in model.modules() for layer in vars(m).values() if isinstance(layer, LinearWeight))
-    packed_bytes = sum(layer.weight.shape.numel() * layer.weight.itemsize for layer in packed)
+    parts = [part for m in model.modules() for part in vars(m).values()]
+    packed = [part.layer.weight for part in parts if isinstance(part, OneDnnProjection)]
+    packed += [layer.weight for part in parts if isinstance(part, OneDnnGate) for layer in (part.first, part.second)]
+    packed += [part.layer.panels for part in parts if isinstance(part, CompiledProduct)]
+    packed_bytes = sum(weight.shape.numel() * weight.itemsize for weight in packed)
     return packed_bytes + sum(p.nbytes for p in model.parameters())
 
 

@@ -35,7 +35,7 @@ SMALL = ["--rows", "2", "--query", "3", "--context", "40", "--heads", "4", "--kv
         ("paged_attention", (2 * 3 * 2 * 2 * 16 * 32 + 2 * 6 * 128) * 4 / 1e6, 4 * 2 * (38 + 39 + 40) * 128 / 1e6),
         ("cache_write", 2 * 2 * 6 * 64 * 4 / 1e6, 0.0),
         ("rms_norm", 2 * 6 * 128 * 4 / 1e6, 4 * 6 * 128 / 1e6),
-        ("rope", (2 * 6 * 192 + 2 * 6 * 32) * 4 / 1e6, 3 * 6 * 192 / 1e6),
+        ("rope_cache_write", (2 * 6 * 256 + 2 * 6 * 32) * 4 / 1e6, 3 * 6 * 192 / 1e6),
         ("linear", (4 * 128 * 128 + 5 * 6 * 128) * 4 / 1e6, 2 * 6 * 4 * 128 * 128 / 1e6),
     ],
 )
@@ -65,8 +65,8 @@ def test_pages_that_rows_share_are_read_once(bench: ModuleType) -> None:
 
 def test_with_a_red_test_nothing_is_timed(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "test_rope.py").write_text("def test_it():\n    assert False\n")
+    (tmp_path / "kernels" / "test_cache.py").write_text("def test_it():\n    assert False\n")
     monkeypatch.setattr(bench, "TESTS", tmp_path)
-    monkeypatch.setitem(bench.OPS, "rope", bench.Op(None, "kernels/test_rope.py"))
-    with pytest.raises(SystemExit, match=r"test_rope\.py fails: nothing is timed"):
-        bench.main(["rope"])
+    monkeypatch.setitem(bench.OPS, "cache_write", bench.Op(None, "kernels/test_cache.py"))
+    with pytest.raises(SystemExit, match=r"test_cache\.py fails: nothing is timed"):
+        bench.main(["cache_write"])

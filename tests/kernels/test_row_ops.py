@@ -1,15 +1,17 @@
-"""RMS norm and rotary embedding against float64, at odd sizes, through views, with NaN wherever nothing was written."""
+"""RMS norm, rotary embedding and gating against float64: odd sizes, views, NaN wherever nothing was written."""
 
 from __future__ import annotations
 
-from itertools import product
+from typing import get_args
 
 import pytest
 import torch
 from cbatch_kernels import dispatch
+from cbatch_kernels.linear import Activation
 from cbatch_kernels.rms_norm import takes_compiled_rms_norm
-from cbatch_kernels.rope import takes_compiled_rope
+from cbatch_kernels.rope_cache_write import takes_compiled_rope
 from torch import Tensor
+from torch.nn import functional
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}  # relative, and absolute near 0
 DTYPES = list(TOLERANCES)
@@ -69,17 +71,43 @@ def test_rows_of_zeros_large_and_unknown_numbers(implementation: str) -> None:
 @pytest.mark.parametrize(
     ("head_dim", "rotary_dim"), [(2, 2), (8, 8), (24, 24), (64, 64), (80, 32), (96, 50), (128, 128)]
 )
-def test_rope_rotates_views_in_place(implementation: str, dtype: torch.dtype, head_dim: int, rotary_dim: int) -> None:
-    for tokens, (first, end) in product((1, 3, 70), ((0, 3), (1, 4))):
-        merged = draw(tokens, 5, head_dim, dtype=dtype)
+def test_heads_of_a_merged_product_are_rotated_and_written(
+    implementation: str, dtype: torch.dtype, head_dim: int, rotary_dim: int
+) -> None:
+    """Queries in place, keys on their way into the cache; values, and dimensions beyond the rotary ones, stay."""
+    num_heads, kv_heads, page_size = 3, 2, 4
+    for tokens in (1, 3, 29):
+        merged = draw(tokens, num_heads + 2 * kv_heads, head_dim, dtype=dtype)
+        query, key, value = merged.split((num_heads, kv_heads, kv_heads), dim=1)
         cos, sin = draw(tokens, rotary_dim, dtype=dtype, seed=1), draw(tokens, rotary_dim, dtype=dtype, seed=2)
-        wide = merged[:, first:end, :rotary_dim].double()
-        half = rotary_dim // 2
+        rotated = merged.double()
+        wide, half = rotated[..., :rotary_dim].clone(), rotary_dim // 2
         turned = torch.cat((-wide[..., half:], wide[..., :half]), dim=-1)
-        expected = merged.clone().double()
-        expected[:, first:end, :rotary_dim] = wide * cos.double()[:, None] + turned * sin.double()[:, None]
-        dispatch.rope(merged[:, first:end], cos, sin)
-        assert_close(merged, expected)
+        rotated[..., :rotary_dim] = wide * cos.double()[:, None] + turned * sin.double()[:, None]
+        expected = value.clone()
+        pools = torch.full((2, 9, kv_heads, page_size, head_dim), float("nan"), dtype=dtype)
+        slots = torch.randperm(9 * page_size, generator=torch.Generator().manual_seed(3))[:tokens]
+        dispatch.rope_cache_write(query, key, value, cos, sin, pools[0], pools[1], slots)
+        assert_close(query, rotated[:, :num_heads])
+        assert_close(pools[0][slots // page_size, :, slots % page_size], rotated[:, num_heads : num_heads + kv_heads])
+        assert torch.equal(pools[1][slots // page_size, :, slots % page_size], expected)
+        assert pools.isnan().sum() == 2 * (9 * page_size - tokens) * kv_heads * head_dim
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 7), (2, 1030)])
+def test_half_of_a_row_scales_the_other(
+    implementation: str, dtype: torch.dtype, activation: Activation, tokens: int, width: int
+) -> None:
+    x = draw(tokens, 2 * width, dtype=dtype) * 3
+    gate, factor = x.double().chunk(2, dim=-1)
+    active = functional.silu(gate)
+    if activation != "silu":
+        active = functional.gelu(gate, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none")
+    found = dispatch.activate_and_multiply(x, activation)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found.double(), active * factor, rtol=TOLERANCES[dtype], atol=2 * TOLERANCES[dtype])
 
 
 def test_what_the_kernels_do_not_take_runs_the_references() -> None:
@@ -88,5 +116,6 @@ def test_what_the_kernels_do_not_take_runs_the_references() -> None:
     assert not takes_compiled_rms_norm(torch.ones(6, 4).T)
     assert dispatch.rms_norm(torch.ones(6, 4).T, torch.full((6,), 2.0), 0.0).eq(2.0).all()
     heads = torch.ones(2, 3, 8)
-    assert not takes_compiled_rope(heads, torch.ones(2, 8, dtype=torch.float16), torch.ones(2, 8))
-    assert not takes_compiled_rope(heads.transpose(1, 2), torch.ones(2, 8), torch.ones(2, 8))
+    assert takes_compiled_rope(heads, torch.ones(2, 8))
+    assert not takes_compiled_rope(heads, torch.ones(2, 8, dtype=torch.float16))
+    assert not takes_compiled_rope(heads.transpose(1, 2), torch.ones(2, 8))

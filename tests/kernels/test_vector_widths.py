@@ -14,9 +14,9 @@ import torch
 from cbatch_kernels import compile as module
 from cbatch_kernels import dispatch
 from cbatch_kernels.compile import CompiledKernels
-from cbatch_kernels.dispatch import cache_write, paged_attention, rms_norm, rope
+from cbatch_kernels.dispatch import cache_write, paged_attention, rms_norm, rope_cache_write
 from cbatch_kernels.rms_norm import rms_norm_ref
-from cbatch_kernels.rope import rope_ref
+from cbatch_kernels.rope_cache_write import rope_ref
 
 from tests.kernels.oracle import TOLERANCE, Variant, attend, build_case, run
 
@@ -87,11 +87,13 @@ def test_rounding_is_that_of_pytorch() -> None:
 def test_the_other_kernels_equal_their_references() -> None:
     x, weight = torch.randn(7, 72), torch.randn(72)
     torch.testing.assert_close(rms_norm(x, weight, 1e-6), rms_norm_ref(x, weight, 1e-6), atol=1e-6, rtol=1e-6)
-    heads, angles = torch.randn(5, 3, 40), torch.randn(5, 40)
+    heads, angles, pages = torch.randn(5, 3, 40), torch.randn(5, 40), torch.zeros(2, 1, 4, 40)
     expected = heads.clone()
-    rope_ref(expected, angles.cos(), angles.sin())
-    rope(heads, angles.cos(), angles.sin())
-    torch.testing.assert_close(heads, expected, atol=1e-6, rtol=1e-6)
+    rope_ref(expected[:, :2], angles.cos(), angles.sin())
+    query, key, value = heads.split(1, dim=1)
+    rope_cache_write(query, key, value, angles.cos(), angles.sin(), pages, pages.clone(), torch.arange(5))
+    torch.testing.assert_close(query, expected[:, :1], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(pages.flatten(0, 2)[:5], expected[:, 1], atol=1e-6, rtol=1e-6)
     pages = torch.zeros(2, 3, 4, 40)
     cache_write(heads, heads, pages, pages.clone(), torch.tensor([5, 0, 3, 7, 1]))
     assert torch.equal(pages[1, :, 1], heads[0])

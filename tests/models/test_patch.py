@@ -99,7 +99,8 @@ def test_a_patch_that_gives_nan_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_cannot_be_patched_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert patch_refusal("bloom", torch.float32, CPU) == "bloom is not in the table of patches"
-    assert patch_refusal("llama", torch.float32, torch.device("cuda")) == "not on cuda"
+    assert patch_refusal("llama", torch.float32, torch.device("mps")) == "not on mps"
+    assert patch_refusal("llama", torch.float32, torch.device("cuda")) is None
     assert patch_refusal("llama", torch.float32, CPU) is None
 
     def refuse(*_: object) -> None:

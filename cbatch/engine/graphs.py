@@ -1,0 +1,219 @@
+"""Decode steps as CUDA graphs: captured once for a padded shape, replayed with one call for a whole forward pass.
+
+The model runner hands its forward pass over. A graph reads tensors at fixed addresses, so there is one set of inputs
+for all of them, as large as the largest; what a smaller step leaves of it is padding, which reads and writes reserved
+pages. Steps with prompts in them, or with drafts, run as they are: their shapes hardly come again.
+
+Leaves out the device itself (`CaptureDevice`), which tests replace.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from cbatch_kernels.metadata import PagedMetadata
+from torch import Tensor
+
+from cbatch.engine.batch import StepInputs
+from cbatch.engine.cache.pool import PADDING_READ_CHUNK, PADDING_WRITE_CHUNK
+from cbatch.models.attention import AttentionInputs
+from cbatch.units import ceil_div
+
+logger = logging.getLogger(__name__)
+
+MAX_GRAPHS = 64  # a job has a handful of shapes; each more costs a few MB and the time to capture it
+
+Forward = Callable[[StepInputs], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A recorded forward pass."""
+
+    replay: Callable[[], None]
+    logits: Tensor  # [rows, vocab], written by every replay
+
+
+class CaptureDevice(Protocol):
+    """What records kernels and runs them again."""
+
+    def capture(self, body: Callable[[], Tensor]) -> Graph:
+        """Record what `body` does on the device. Raises RuntimeError."""
+
+
+class CudaCapture:
+    """CUDA's own graphs, whose memory comes from one pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, body: Callable[[], Tensor]) -> Graph:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            body()  # once as it is: kernels are compiled, and libraries take their workspaces, outside the graph
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = body()
+        return Graph(graph.replay, logits)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphShape:
+    """The padded shape of a decode step."""
+
+    num_rows: int
+    widths: tuple[int, ...]  # blocks of a row's table, for each attention type
+
+
+class GraphedForward:
+    """A forward pass that replays decode steps."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        device: CaptureDevice,
+        *,
+        max_rows: int,
+        page_sizes: Sequence[int],
+        q_padding_interval_size: int,
+        kv_padding_interval_size: int,
+    ) -> None:
+        """`max_rows` of a step; rows are padded to a multiple of the one interval, contexts to one of the other."""
+        self._forward = forward
+        self._device = device
+        self._row_interval = q_padding_interval_size
+        self._max_rows = ceil_div(max_rows, q_padding_interval_size) * q_padding_interval_size
+        self._block_intervals = [ceil_div(kv_padding_interval_size, size) for size in page_sizes]
+        self._page_sizes = page_sizes
+        self._graphs: dict[GraphShape, Graph] = {}
+        self._inputs: dict[tuple[int, ...], StepInputs] = {}  # by widths, with `max_rows` rows
+        self._is_on = True
+        self.num_replays = 0
+
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        """Give the logits that the forward pass gives, of the step's own rows."""
+        shape = self._shape(inputs) if self._is_on else None
+        graph = self._find(shape, inputs) if shape is not None else None
+        if shape is None or graph is None:
+            return self._forward(inputs)
+        self._fill(self._view(shape), inputs)
+        graph.replay()
+        self.num_replays += 1
+        return graph.logits[: inputs.input_ids.shape[1]]
+
+    def _shape(self, inputs: StepInputs) -> GraphShape | None:
+        """Give the padded shape of a step that only decodes; None for others."""
+        metadata = inputs.attention[0].metadata
+        num_rows = metadata.num_query_tokens
+        if metadata.max_query_len > 1 or inputs.scoring is not None or len(inputs.logits_indices) != num_rows:
+            return None
+        widths = tuple(
+            ceil_div(part.metadata.block_tables.shape[1], interval) * interval
+            for part, interval in zip(inputs.attention, self._block_intervals, strict=True)
+        )
+        return GraphShape(ceil_div(num_rows, self._row_interval) * self._row_interval, widths)
+
+    def _find(self, shape: GraphShape, inputs: StepInputs) -> Graph | None:
+        """Find a graph or capture it; None where that is not to be had."""
+        # The largest one first, so that the others find their memory in the pool.
+        for wanted in (GraphShape(self._max_rows, shape.widths), shape):
+            if shape not in self._graphs and wanted not in self._graphs and self._is_on:
+                self._capture(wanted, inputs)
+        return self._graphs.get(shape)
+
+    def _capture(self, shape: GraphShape, inputs: StepInputs) -> None:
+        """Capture a shape, while there is room for one more, with a step's inputs in it.
+
+        A model that cannot be captured runs without from now on.
+        """
+        if len(self._graphs) == MAX_GRAPHS:
+            return
+        static = self._view(shape, like=inputs)
+        self._fill(static, inputs)
+        try:
+            self._graphs[shape] = self._device.capture(lambda: self._forward(static))
+        except RuntimeError as error:
+            logger.warning("decode steps cannot be captured, and run without CUDA graphs: %s", error)
+            self._is_on = False
+            self._graphs.clear()
+
+    def _view(self, shape: GraphShape, like: StepInputs | None = None) -> StepInputs:
+        """Give the fixed inputs of a shape: the first rows of the largest of its widths."""
+        if shape.widths not in self._inputs:
+            assert like is not None
+            self._inputs[shape.widths] = self._allocate(shape.widths, like)
+        whole, num_rows = self._inputs[shape.widths], shape.num_rows
+        return StepInputs(
+            input_ids=whole.input_ids[:, :num_rows],
+            position_ids=whole.position_ids[:, :num_rows],
+            attention=[_first_rows(part, num_rows) for part in whole.attention],
+            logits_indices=whole.logits_indices[:num_rows],
+            sampling=whole.sampling,
+            scoring=None,
+            result_rows=[],
+        )
+
+    def _allocate(self, widths: tuple[int, ...], like: StepInputs) -> StepInputs:
+        device, num_rows = like.input_ids.device, self._max_rows
+        ones = np.ones(num_rows, dtype=np.int32)
+        attention = []
+        for width, page_size in zip(widths, self._page_sizes, strict=True):
+            tables = torch.full((num_rows, width), PADDING_READ_CHUNK, dtype=torch.int32, device=device)
+            longest = np.full(num_rows, width * page_size, dtype=np.int32)  # what launches are made for
+            metadata = PagedMetadata.build(ones, longest, tables, np.zeros(num_rows, dtype=np.int32))
+            slots = torch.empty(num_rows, dtype=torch.int64, device=device)
+            attention.append(AttentionInputs(slots, metadata))
+        return StepInputs(
+            input_ids=torch.zeros(1, num_rows, dtype=torch.int64, device=device),
+            position_ids=torch.zeros(1, num_rows, dtype=torch.int64, device=device),
+            attention=attention,
+            logits_indices=torch.arange(num_rows, device=device),
+            sampling=like.sampling,
+            scoring=None,
+            result_rows=[],
+        )
+
+    def _fill(self, static: StepInputs, inputs: StepInputs) -> None:
+        """Copy a step's inputs to the fixed ones, in place; rows behind them become padding."""
+        num_rows = inputs.input_ids.shape[1]
+        for to, values in ((static.input_ids, inputs.input_ids), (static.position_ids, inputs.position_ids)):
+            to[:, :num_rows].copy_(values)
+            to[:, num_rows:].zero_()
+        for part, given, page_size in zip(static.attention, inputs.attention, self._page_sizes, strict=True):
+            part.slot_mapping[:num_rows].copy_(given.slot_mapping)
+            part.slot_mapping[num_rows:].fill_(PADDING_WRITE_CHUNK * page_size)
+            to_metadata, metadata = part.metadata, given.metadata
+            to_metadata.context_lens[:num_rows].copy_(metadata.context_lens)
+            to_metadata.context_lens[num_rows:].fill_(1)
+            width = metadata.block_tables.shape[1]
+            to_metadata.block_tables[:num_rows, :width].copy_(metadata.block_tables)
+            to_metadata.block_tables[num_rows:].fill_(PADDING_READ_CHUNK)
+            if to_metadata.context_starts is not None and metadata.context_starts is not None:
+                to_metadata.context_starts[:num_rows].copy_(metadata.context_starts)
+
+
+def _first_rows(inputs: AttentionInputs, num_rows: int) -> AttentionInputs:
+    whole = inputs.metadata
+    assert whole.context_starts is not None
+    assert whole.context_starts_host is not None
+    metadata = PagedMetadata(
+        cu_seqlens_q=whole.cu_seqlens_q[: num_rows + 1],
+        context_lens=whole.context_lens[:num_rows],
+        block_tables=whole.block_tables[:num_rows],
+        query_lens_host=whole.query_lens_host[:num_rows],
+        context_lens_host=whole.context_lens_host[:num_rows],
+        num_decode_rows=num_rows,
+        num_query_tokens=num_rows,
+        max_query_len=1,
+        max_context_len=whole.max_context_len,
+        context_starts=whole.context_starts[:num_rows],
+        context_starts_host=whole.context_starts_host[:num_rows],
+    )
+    return AttentionInputs(inputs.slot_mapping[:num_rows], metadata)

@@ -1,0 +1,131 @@
+// Linear layers over packed weights, with what follows them. See ../packed_linear.py.
+//
+// Weights lie in panels of outputs, each panel one input after the other. A tile, some rows by one panel, stays in
+// registers while all inputs are added up one by one: what a row gets does not depend on the others, to the bit.
+
+#include <cstdint>
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace {
+
+using namespace cbatch;
+
+enum Activation { NONE, SILU, GELU_TANH };
+
+struct Arguments {  // as in ../packed_linear.py; strides count elements
+    const float *x;
+    const void *weight;     // panels; of a gated pair those of both, one after the other
+    const float *bias;      // [out_features], of a gated pair twice as many; or null
+    const float *residual;  // added at the end; or null
+    float *result;
+    int64_t num_rows, in_features, out_features, x_stride, residual_stride, result_stride;
+    int64_t is_gated, activation, is_bfloat16, num_threads;
+};
+
+constexpr int PANEL = 2 * WIDTH;
+constexpr int TILE_ROWS = NUM_REGISTERS == 32 ? 12 : 6;  // so that its sums and what they are made of fill the registers
+constexpr int64_t BLOCK_ROWS = 8 * TILE_ROWS;            // whose inputs stay in the cache while panels go by
+constexpr long PANELS_PER_TASK = 4;
+
+struct Tile {
+    Floats sums[TILE_ROWS][2];
+};
+
+template <int rows, class Weight>
+void multiply(const float *x, int64_t stride, const Weight *panel, int64_t in_features, Tile &tile) {
+    Floats sums[rows][2] = {};
+    for (int64_t k = 0; k < in_features; k++, panel += PANEL) {
+        Floats first = load(panel), second = load(panel + WIDTH);
+#pragma GCC unroll 16
+        for (int row = 0; row < rows; row++) {
+            Floats input = splat(x[row * stride + k]);
+            sums[row][0] = fma(input, first, sums[row][0]);
+            sums[row][1] = fma(input, second, sums[row][1]);
+        }
+    }
+    for (int row = 0; row < rows; row++)
+        for (int half = 0; half < 2; half++) tile.sums[row][half] = sums[row][half];
+}
+
+// `multiply` for a number of rows that is known only now.
+template <int rows, class Weight>
+void multiply_rows(int64_t count, const float *x, int64_t stride, const Weight *panel, int64_t in_features, Tile &tile) {
+    if constexpr (rows > 1)
+        if (count < rows) return multiply_rows<rows - 1>(count, x, stride, panel, in_features, tile);
+    multiply<rows>(x, stride, panel, in_features, tile);
+}
+
+// x * sigmoid(y), where e^-y may not overflow.
+inline Floats scale_by_sigmoid(Floats x, Floats y) {
+    Floats exponent = y * -LOG2_E;
+    return x / (1.0f + exp2(select(exponent < 126.0f, exponent, splat(126.0f))));
+}
+
+inline Floats activate(Floats x, int64_t activation) {
+    if (activation == SILU) return scale_by_sigmoid(x, x);
+    if (activation == GELU_TANH) return scale_by_sigmoid(x, (x + x * x * x * 0.044715f) * 1.5957691216057308f);
+    return x;
+}
+
+// WIDTH numbers of a row, or as many as it has left.
+inline Floats load_columns(const float *from, int64_t left) {
+    if (left >= WIDTH) return load(from);
+    Floats x = {};
+    for (int64_t i = 0; i < left; i++) x[i] = from[i];
+    return x;
+}
+
+inline void store_columns(float *to, Floats x, int64_t left) {
+    if (left >= WIDTH) return store(to, x);
+    for (int64_t i = 0; i < left; i++) to[i] = x[i];
+}
+
+// Finish a tile's sums: bias, gate, residual.
+void finish(const Arguments &a, const Tile &tile, const Tile &gated, int64_t row, int64_t rows, int64_t first_column) {
+    for (int half = 0; half < 2; half++) {
+        int64_t column = first_column + half * WIDTH, left = a.out_features - column;
+        if (left <= 0) return;
+        Floats bias = a.bias ? load_columns(a.bias + column, left) : Floats{};
+        Floats gated_bias = a.bias && a.is_gated ? load_columns(a.bias + a.out_features + column, left) : Floats{};
+        for (int64_t i = 0; i < rows; i++) {
+            Floats y = activate(tile.sums[i][half] + bias, a.activation);
+            if (a.is_gated) y = y * (gated.sums[i][half] + gated_bias);
+            if (a.residual) y = y + load_columns(a.residual + (row + i) * a.residual_stride + column, left);
+            store_columns(a.result + (row + i) * a.result_stride + column, y, left);
+        }
+    }
+}
+
+template <class Weight>
+void run(const Arguments &a) {
+    int64_t num_panels = (a.out_features + PANEL - 1) / PANEL, panel_size = a.in_features * PANEL;
+    int64_t num_blocks = (a.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    parallel_for(num_panels * num_blocks, PANELS_PER_TASK, a.num_threads, [&](long task) {
+        int64_t panel = task % num_panels, row = task / num_panels * BLOCK_ROWS;
+        int64_t end = row + BLOCK_ROWS < a.num_rows ? row + BLOCK_ROWS : a.num_rows;
+        auto *weight = static_cast<const Weight *>(a.weight) + panel * panel_size;
+        for (int64_t tiles = (end - row + TILE_ROWS - 1) / TILE_ROWS; tiles > 0; tiles--) {
+            int64_t rows = (end - row + tiles - 1) / tiles;  // about as many for all: a tile of few wastes most
+            auto *x = a.x + row * a.x_stride;
+            Tile tile, gated;
+            multiply_rows<TILE_ROWS>(rows, x, a.x_stride, weight, a.in_features, tile);
+            if (a.is_gated)
+                multiply_rows<TILE_ROWS>(rows, x, a.x_stride, weight + num_panels * panel_size, a.in_features, gated);
+            finish(a, tile, gated, row, rows, panel * PANEL);
+            row += rows;
+        }
+    });
+}
+
+}  // namespace
+
+CBATCH_API int64_t cbatch_linear_panel() { return PANEL; }
+
+CBATCH_API void cbatch_linear(const Arguments *arguments) {
+    if (arguments->is_bfloat16)
+        run<BFloat16>(*arguments);
+    else
+        run<float>(*arguments);
+}

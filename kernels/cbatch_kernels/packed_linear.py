@@ -1,0 +1,124 @@
+"""Linear layers in float32 over compiled products: weights packed once, with what follows them fused.
+
+    x          float32 [T, in_features], the last dimension dense
+    residual   float32 [T, out_features], the last dimension dense; added to the result
+    result     float32 [T, out_features], contiguous; of a gated pair activation(gate(x)) * up(x)
+
+Weights that bfloat16 holds exactly, as most published ones, are kept in it: half the bytes are read, for the same
+numbers. Sums are float32, over the inputs one by one: a row's result does not depend on the others, to the bit.
+
+Called by cbatch/models/projections.py. Leaves out which layers there are, and machines without a compiler.
+Source: the outer products of GotoBLAS (Goto and van de Geijn, TOMS 2008).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cbatch_kernels.linear import Activation
+
+_ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}  # as in the source
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """One linear layer, or a gated pair of them."""
+
+    panels: Tensor  # [panels, in_features, panel]; of a gated pair those of both, one after the other
+    bias: Tensor | None  # [out_features], of a gated pair twice as many
+    out_features: int
+    activation: Activation | None = None
+    is_gated: bool = False
+
+
+class _Arguments(ctypes.Structure):  # as in csrc/linear_float32.cpp; strides count elements
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("result", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int64),
+        ("in_features", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
+        ("residual_stride", ctypes.c_int64),
+        ("result_stride", ctypes.c_int64),
+        ("is_gated", ctypes.c_int64),
+        ("activation", ctypes.c_int64),
+        ("is_bfloat16", ctypes.c_int64),
+        ("num_threads", ctypes.c_int64),
+    )
+
+
+def takes_activation(activation: Activation) -> bool:
+    """Tell whether a gated pair may have this one."""
+    return activation in _ACTIVATIONS
+
+
+def pack_weight(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> PackedWeight:
+    """Copy a weight float32 [out_features, in_features] into panels."""
+    return PackedWeight(_pack(library, weight), None if bias is None else bias.detach().contiguous(), len(weight))
+
+
+def pack_gated(
+    library: ctypes.CDLL,
+    gate: tuple[Tensor, Tensor | None],
+    up: tuple[Tensor, Tensor | None],
+    activation: Activation,
+) -> PackedWeight:
+    """Copy the weights of a gated pair, each float32 [width, in_features], into panels."""
+    assert takes_activation(activation)
+    panels = [_pack(library, weight) for weight, _ in (gate, up)]
+    if panels[0].dtype != panels[1].dtype:
+        panels = [part.float() for part in panels]
+    biases = [bias for _, bias in (gate, up) if bias is not None]
+    assert len(biases) in (0, 2)
+    joined = torch.cat(biases).detach() if biases else None
+    return PackedWeight(torch.cat(panels), joined, len(gate[0]), activation, is_gated=True)
+
+
+def _pack(library: ctypes.CDLL, weight: Tensor) -> Tensor:
+    assert weight.dtype == torch.float32
+    panel = int(library.cbatch_linear_panel())
+    narrow = weight.detach().to(torch.bfloat16)
+    kept = narrow if torch.equal(narrow.float(), weight) else weight.detach()
+    padded = functional.pad(kept, (0, 0, 0, -len(kept) % panel))
+    return padded.view(-1, panel, kept.shape[1]).transpose(1, 2).contiguous()
+
+
+def takes_packed(x: Tensor) -> bool:
+    """Tell whether the product takes an input."""
+    return x.dtype == torch.float32 and x.ndim == 2 and x.stride(1) == 1
+
+
+def linear_packed(library: ctypes.CDLL, x: Tensor, layer: PackedWeight, residual: Tensor | None = None) -> Tensor:
+    """Multiply, add the bias, activate and gate, add the residual: a new tensor."""
+    assert takes_packed(x)
+    assert x.shape[1] == layer.panels.shape[1]
+    result = torch.empty(x.shape[0], layer.out_features)
+    assert residual is None or (residual.shape == result.shape and residual.stride(1) == 1)
+    arguments = _Arguments(
+        x.data_ptr(),
+        layer.panels.data_ptr(),
+        None if layer.bias is None else layer.bias.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        result.data_ptr(),
+        x.shape[0],
+        x.shape[1],
+        layer.out_features,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        result.stride(0),
+        layer.is_gated,
+        _ACTIVATIONS[layer.activation],
+        layer.panels.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    library.cbatch_linear(ctypes.byref(arguments))
+    return result

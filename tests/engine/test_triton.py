@@ -1,0 +1,71 @@
+"""The whole engine over kernels in Triton, under its interpreter: the tokens of the references, from every kernel."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cbatch_kernels import triton_attention, triton_rows
+
+from cbatch.config import EngineConfig, SamplingParams
+from cbatch.engine.engine import Engine
+from cbatch.engine.request import Prompt
+from tests.engine.reference import count_near_ties, generate_references
+from tests.engine.tiny_engine import load_tiny, make_tokens, run
+from tests.tiny_models import build_tiny
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each kernel is launched."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    counts: Counter[str] = Counter()
+    original = triton_rows.launch
+
+    def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
+        counts[kernel.fn.__name__] += 1
+        original(kernel, grid, *arguments, **constants)
+
+    for module in (triton_attention, triton_rows):
+        monkeypatch.setattr(module, "launch", launch)
+    return counts
+
+
+ATTENTION = {"attend", "rope_cache_write"}
+PATCHED = ATTENTION | {"rms_norm", "activate_and_multiply"}
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        ("llama", PATCHED),
+        ("gemma2", PATCHED),  # soft-cap
+        ("gemma3", PATCHED),  # windows beside full attention, norms of heads
+        ("gpt_oss", ATTENTION | {"rms_norm"}),  # sinks
+        ("gpt2", ATTENTION),  # runs unpatched
+    ],
+)
+def test_tokens_equal_those_of_generate(family: str, kernels: set[str], launched: Counter[str], tmp_path: Path) -> None:
+    folder = build_tiny(family, tmp_path)
+    loaded = load_tiny(folder)
+    prompts, max_tokens = [make_tokens(n, seed=n) for n in (3, 40, 9)], [6, 5, 4]
+    references = generate_references(folder, prompts, max_tokens)
+    engine = Engine.over(
+        loaded, EngineConfig(model=str(folder), num_blocks=64, page_size=8, max_batch_tokens=24, speculation=False)
+    )
+    launched.clear()  # of the self-check
+    rows = (
+        Prompt(i, prompt, SamplingParams(max_tokens=length, ignore_eos=True))
+        for i, (prompt, length) in enumerate(zip(prompts, max_tokens, strict=True))
+    )
+    outputs = run(engine, *rows)
+    assert count_near_ties(references, [output.token_ids for output in outputs]) == 0
+    assert set(launched) == kernels
+    layers = loaded.shape.num_layers
+    assert launched["attend"] >= engine.stats.steps * layers
+    assert launched["rope_cache_write"] == engine.stats.steps * layers
+    assert engine.plan.attention == "Triton"

@@ -1,0 +1,63 @@
+"""The engine on a device: in float32 the tokens of `generate()`, and a long run with little memory."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from cbatch.config import EngineConfig, SamplingParams
+from cbatch.engine.engine import Engine
+from cbatch.engine.request import Prompt
+from cbatch.models.inspect import inspect_model
+from cbatch.models.load import LoadedModel, load_model
+from tests.engine.reference import count_near_ties, generate_references
+from tests.engine.tiny_engine import make_tokens, run
+from tests.tiny_models import FAMILIES, build_tiny
+
+SETTINGS: list[dict[str, object]] = [
+    {"num_blocks": 400},
+    {"num_blocks": 400, "page_size": 4, "max_batch_tokens": 17},
+    {"num_blocks": 40, "max_batch_tokens": 64, "safety_margin": 0.0},
+    {"num_blocks": 40, "max_batch_tokens": 64, "safety_margin": 0.0, "cpu_offload_space": 0.01},
+    {"num_blocks": 400, "scheduler_type": "prefill_first", "allow_block_sharing": False},
+]
+
+
+def load_on_device(folder: Path) -> LoadedModel:
+    config = EngineConfig(model=str(folder), dtype="float32", device="cuda")
+    return load_model(config, inspect_model(config))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_tokens_equal_those_of_generate(family: str, tmp_path: Path) -> None:
+    folder = build_tiny(family, tmp_path)
+    loaded = load_on_device(folder)
+    prompts = [make_tokens(n, seed=n) for n in (1, 5, 17, 64, 65, 130)]
+    prompts += [prompts[-1][:80] + make_tokens(9, seed=s) for s in (1, 2, 3)]
+    max_tokens = [12, 9, 20, 6, 16, 10, 12, 30, 5]
+    references = generate_references(folder, prompts, max_tokens)
+    for settings in SETTINGS:
+        engine = Engine.over(loaded, EngineConfig(model=str(folder), **settings))  # type: ignore[arg-type]
+        assert engine.plan.attention == "Triton"
+        rows = [
+            Prompt(i, prompt, SamplingParams(max_tokens=length, ignore_eos=True))
+            for i, (prompt, length) in enumerate(zip(prompts, max_tokens, strict=True))
+        ]
+        outputs = run(engine, *rows)
+        assert count_near_ties(references, [output.token_ids for output in outputs]) <= 1
+
+
+def test_ten_thousand_requests_with_little_memory(tmp_path: Path) -> None:
+    loaded = load_on_device(build_tiny("llama", tmp_path))
+    rng = random.Random(0)
+    lengths = [rng.randrange(1, 40) for _ in range(10_000)]
+    rows = (
+        Prompt(i, make_tokens(rng.randrange(1, 120), seed=i % 500), SamplingParams(max_tokens=length, ignore_eos=True))
+        for i, length in enumerate(lengths)
+    )
+    engine = Engine.over(loaded, EngineConfig(model="tiny", num_blocks=60, safety_margin=0.0, cpu_offload_space=0.01))
+    counts = {output.request_id: len(output.token_ids) for output in engine.generate(rows)}
+    assert counts == dict(enumerate(lengths))
+    assert engine.stats.offloads > 0

@@ -1,0 +1,88 @@
+"""The kernels in Triton on a device, against the oracle and the references."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+from cbatch_kernels import dispatch
+from cbatch_kernels.cache_write import cache_write_ref
+from cbatch_kernels.gated import activate_and_multiply_ref
+from cbatch_kernels.linear import Activation
+from cbatch_kernels.metadata import PagedMetadata
+from cbatch_kernels.rms_norm import rms_norm_ref
+from cbatch_kernels.rope_cache_write import rope_cache_write_ref
+
+from tests.kernels.oracle import TOLERANCE, Case, Variant, attend, build_case, run
+
+CUDA = "cuda"
+MIXED = [(1, 1), (1, 17), (1, 900), (1, 3), (5, 5), (7, 33), (1, 20), (130, 300)]
+SINGLE = [(1, n) for n in (1, 5, 16, 17, 64, 65, 128, 500, 1500)]
+VARIANTS = [
+    Variant(num_heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    for heads, kv_heads in ((32, 8), (9, 3), (7, 1), (4, 4))
+    for head_dim in (64, 80, 128, 256)
+    for dtype in TOLERANCE
+] + [
+    replace(variant, dtype=dtype)
+    for variant in (
+        Variant(head_dim=64, sliding_window=16),
+        Variant(head_dim=128, sliding_window=200, page_size=5),
+        Variant(head_dim=256, softcap=50.0),
+        Variant(head_dim=64, has_sinks=True, num_heads=64, kv_heads=8),
+        Variant(head_dim=64, has_sinks=True, sliding_window=128, softcap=5.0, page_size=64),
+    )
+    for dtype in TOLERANCE
+]
+
+
+def on_device(case: Case) -> Case:
+    """Copy a case to the device, views as they are."""
+    metadata = case.metadata
+    moved = PagedMetadata.build(metadata.query_lens_host, metadata.context_lens_host, metadata.block_tables.to(CUDA))
+    sinks = None if case.sinks is None else case.sinks.to(CUDA)
+    return Case(case.query.to(CUDA), case.key_pages.to(CUDA), case.value_pages.to(CUDA), moved, sinks)
+
+
+@pytest.mark.parametrize("lens", [MIXED, SINGLE], ids=["mixed", "single"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=repr)
+def test_attention_equals_the_oracle(variant: Variant, lens: list[tuple[int, int]]) -> None:
+    variant = replace(variant, scaling=variant.head_dim**-0.5)
+    case = build_case(variant, lens)
+    result = run(on_device(case), variant).cpu().double()
+    tolerance = TOLERANCE[variant.dtype]
+    torch.testing.assert_close(result, attend(case, variant), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_row_operations_equal_the_references(dtype: torch.dtype) -> None:
+    tolerance = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    for hidden in (64, 577, 4096, 8192):
+        x, weight = torch.randn(300, hidden, device=CUDA).to(dtype), torch.randn(hidden, device=CUDA)
+        torch.testing.assert_close(dispatch.rms_norm(x, weight, 1e-5), rms_norm_ref(x, weight, 1e-5), **tolerance)
+    for activation in get_args(Activation):
+        x = torch.randn(77, 2 * 1500, device=CUDA).to(dtype)
+        expected = activate_and_multiply_ref(x, activation)
+        torch.testing.assert_close(dispatch.activate_and_multiply(x, activation), expected, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (128, 128), (80, 32)])
+def test_what_is_rotated_and_written_equals_the_reference(dtype: torch.dtype, head_dim: int, rotary_dim: int) -> None:
+    merged = torch.randn(65, 12, head_dim, device=CUDA).to(dtype)
+    cos, sin = torch.randn(2, 65, rotary_dim, device=CUDA).to(dtype)
+    slots = torch.randperm(160, device=CUDA)[:65]
+    pools = torch.zeros(4, 10, 2, 16, head_dim, device=CUDA, dtype=dtype)
+    query, key, value = merged.split((8, 2, 2), dim=1)
+    expected = query.clone()
+    rope_cache_write_ref(expected, key.clone(), value, cos, sin, pools[0], pools[1], slots)
+    dispatch.rope_cache_write(query, key.clone(), value, cos, sin, pools[2], pools[3], slots)
+    tolerance = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    torch.testing.assert_close(query, expected, **tolerance)
+    torch.testing.assert_close(pools[2:], pools[:2], **tolerance)
+    cache_write_ref(key, value, pools[0], pools[1], slots)
+    dispatch.cache_write(key, value, pools[2], pools[3], slots)
+    assert torch.equal(pools[2], pools[0])
+    assert torch.equal(pools[3], pools[1])
