@@ -20,8 +20,10 @@ import numpy as np
 import torch
 from cbatch_kernels import dispatch
 from cbatch_kernels.cache_write import cache_write_ref
+from cbatch_kernels.compile import load_kernels
 from cbatch_kernels.linear import linear, linear_ref, pack_linear, refuses_packing
 from cbatch_kernels.metadata import PagedMetadata
+from cbatch_kernels.packed_linear import linear_packed, pack_weight
 from cbatch_kernels.paged_attention import paged_attention_ref
 from cbatch_kernels.rms_norm import rms_norm_ref
 from cbatch_kernels.rope_cache_write import rope_cache_write_ref
@@ -206,6 +208,22 @@ def _linear(sizes: Sizes) -> Timed:
     )
 
 
+def _packed_linear(sizes: Sizes) -> Timed:
+    """As `_linear`, without an activation, over a weight that bfloat16 holds, against PyTorch's product."""
+    kernels = load_kernels(torch.float32)
+    if kernels.library is None or sizes.device != "cpu" or sizes.dtype != "float32":
+        sys.exit(f"there are no compiled products to time: {kernels.reason}")
+    x, weight = sizes.draw(sizes.num_tokens, sizes.hidden), sizes.draw(4 * sizes.hidden, sizes.hidden)
+    weight = weight.to(torch.bfloat16).float()
+    layer, library = pack_weight(kernels.library, weight, None), kernels.library
+    return Timed(
+        lambda: linear_packed(library, x, layer),
+        lambda: linear_ref(x, weight, None),
+        layer.panels.nbytes + 5 * x.nbytes,
+        2 * sizes.num_tokens * weight.numel(),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """How an op is set up, and the file of its tests."""
@@ -220,6 +238,7 @@ OPS = {
     "rms_norm": Op(_rms_norm, "kernels/test_row_ops.py"),
     "rope_cache_write": Op(_rope_cache_write, "kernels/test_row_ops.py"),
     "linear": Op(_linear, "models/test_patch.py"),
+    "packed_linear": Op(_packed_linear, "kernels/test_packed_linear.py"),
 }
 
 if __name__ == "__main__":
