@@ -35,10 +35,12 @@ def diagnose_command(target: str, given: dict[str, Any]) -> int:
 def _diagnose(target: str, config: DiagnoseConfig, console: ConsoleConfig) -> int:
     from cbatch.diagnose.diagnosis import write_diagnosis
     from cbatch.io.atomic import check_target
+    from cbatch.jobs.report import files_of_run
 
     if config.output is not None:
         read = {"what is looked at,": target, "the calibration": config.calibration, "the lengths": config.lengths}
-        check_target(Path(config.output), {name: what for what, name in read.items() if name is not None})
+        others = {name: what for what, name in read.items() if name is not None}
+        check_target(Path(config.output), others | (files_of_run(target) if _has_report(target) else {}))
     diagnosis = _look_at(target, config)
     if not console.quiet:
         say(f"looked at {diagnosis.subject}")

@@ -15,15 +15,14 @@ from cbatch.errors import EXIT_OK
 def report_command(output: str, page: str | None, given: dict[str, Any]) -> int:
     """Write the page of the run whose output is `output`, and return the exit code."""
     from cbatch.io.atomic import check_target
-    from cbatch.jobs.paths import report_path, trace_path
+    from cbatch.jobs.report import files_of_run
     from cbatch.report.page import html_path, write_page
 
     console = read_given([], None, given, CONSOLE_SETTINGS).build(ConsoleConfig)
     run = Path(output)
     target = html_path(run) if page is None else Path(page)
     with showing_traceback(debug=console.debug):
-        read = {output: "the output", str(report_path(run)): "the report", str(trace_path(run)): "the trace"}
-        check_target(target, read)
+        check_target(target, files_of_run(output))
         write_page(run, target)
     if not console.quiet:
         say(f"{target}")

@@ -54,9 +54,11 @@ def _simulate(found: Given, console: ConsoleConfig) -> int:
 def _check_targets(config: SimulateConfig) -> None:
     """Refuse what cannot be written, or would be read, before anything is simulated. Raises UsageError, OutputError."""
     from cbatch.io.atomic import check_target
+    from cbatch.jobs.report import files_of_run
 
-    read = {"the run": config.fit, "the calibration": config.calibration, "the file of lengths": config.lengths}
+    read = {"the calibration": config.calibration, "the file of lengths": config.lengths}
     others = {name: what for what, name in read.items() if name is not None}
+    others |= files_of_run(config.fit) if config.fit is not None else {}
     for target in (config.save_calibration, config.output):
         if target is not None:
             check_target(Path(target), others)

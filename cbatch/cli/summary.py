@@ -45,7 +45,7 @@ def _line(summary: JobSummary) -> str:
     rows = (
         f"{_count(summary.rows, 'row')} in {report['wall_s']:.1f} s: {summary.rows_ok} ok, {summary.rows_error} failed"
     )
-    tokens = f"{report['output_tokens']} tokens at {report['output_tokens_per_s']:.1f} tokens/s"
+    tokens = f"{report['output_tokens']} tokens, {report['output_tokens_per_s']:.1f} a second of generation"
     return f"{rows}, {tokens}; {summary.paths.output} and {summary.paths.report.name}"
 
 

@@ -35,7 +35,8 @@ def open_checkpoint(setup: JobSetup, say: Callable[[str], None]) -> Checkpoint:
     """Open or begin the journal. Raises UsageError for an output that is not this job's, OutputError."""
     job, paths = setup.job, setup.paths
     if job.restart:
-        for path in (paths.journal, paths.trace):
+        # The report too: by it a finished output is known for what the journal holds, which begins anew.
+        for path in (paths.journal, paths.trace, paths.report):
             with writing(path):
                 path.unlink(missing_ok=True)
     elif paths.output.exists() and not paths.journal.exists():

@@ -147,8 +147,8 @@ def _penalty(name: str) -> Param:
 
 
 PARAMS = (
-    Param("max_tokens", "a whole number of at least 0", partial(parse_int, 0, INT_MAX)),
-    Param("min_tokens", "a whole number of at least 0", partial(parse_int, 0, INT_MAX)),
+    Param("max_tokens", f"a whole number from 0 to {INT_MAX}", partial(parse_int, 0, INT_MAX)),
+    Param("min_tokens", f"a whole number from 0 to {INT_MAX}", partial(parse_int, 0, INT_MAX)),
     Param(
         "temperature",
         f"a number from 0 (greedy) to {MAX_TEMPERATURE:g}",

@@ -11,6 +11,8 @@ from cbatch.errors import UsageError
 from cbatch.io.atomic import check_folder, check_free, check_writable, is_same_file, temporary_path
 from cbatch.io.sinks import check_output
 
+TRACE_SUFFIX = ".trace.jsonl.gz"
+
 
 @dataclass(frozen=True, slots=True)
 class JobPaths:
@@ -63,7 +65,7 @@ def report_path(output: Path) -> Path:
 
 def trace_path(output: Path) -> Path:
     """Return where the step trace of an output is."""
-    return output.with_name(f"{output.name}.trace.jsonl.gz")
+    return output.with_name(output.name + TRACE_SUFFIX)
 
 
 def errors_path(output: Path) -> Path:

@@ -122,7 +122,12 @@ class PromptEncoder:
         limit = self._max_model_len
         if len(ids) + (1 if max_tokens is None else max_tokens) <= limit:
             return Encoded(ids)
-        if self._on_overlong == "error" or (max_tokens or 0) >= limit:
+        if (max_tokens or 0) >= limit:
+            raise RowError(
+                PROMPT_TOO_LONG,
+                f"max_tokens {max_tokens} leaves the prompt no room in the context of {limit}: lower it",
+            )
+        if self._on_overlong == "error":
             completion = "" if max_tokens is None else f" and max_tokens {max_tokens}"
             raise RowError(
                 PROMPT_TOO_LONG,

@@ -17,6 +17,7 @@ from typing import Any
 
 from cbatch.config import EngineConfig, JobConfig
 from cbatch.engine.stats import EngineStats
+from cbatch.jobs.paths import TRACE_SUFFIX, JobPaths, errors_path
 from cbatch.jobs.totals import Totals
 
 PACKAGES = ("cbatch", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
@@ -113,6 +114,22 @@ def read_report(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return report if isinstance(report, dict) else {}
+
+
+def files_of_run(name: str) -> dict[str, str]:
+    """Name everything that a run reads and writes, and what it is: nobody may write over it who only looks at it.
+
+    `name` is its output, or the trace beside that.
+    """
+    output = Path(name.removesuffix(TRACE_SUFFIX))
+    paths = JobPaths.of(str(output))
+    inputs = read_report(paths.report).get("inputs")
+    beside = {paths.report: "report", paths.journal: "journal", paths.trace: "trace", errors_path(output): "errors"}
+    return {
+        **{item: "the run's input" for item in (inputs if isinstance(inputs, list) else []) if isinstance(item, str)},
+        **{str(path): f"the run's {what}" for path, what in beside.items()},
+        str(output): "the run's output",
+    }
 
 
 def content_of(report: dict[str, Any]) -> object:

@@ -97,3 +97,25 @@ def test_a_mistake_is_one_line(tmp_path: Path, arguments: tuple[str, ...], words
     assert done.returncode in (1, 2)
     assert words in done.stderr
     assert (done.stdout, done.stderr.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("report", "out.jsonl", "-o"),
+        ("diagnose", "out.jsonl", "-o"),
+        ("simulate", "--fit", "out.jsonl", "-o"),
+        ("simulate", "--fit", "out.jsonl", "--save-calibration"),
+    ],
+)
+def test_no_file_of_a_run_is_written_over(command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    done = run_stub("run", "in.jsonl", "--model", "m", "-o", "out.jsonl", "--trace", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for suffix in ("", ".report.json", ".journal.jsonl", ".trace.jsonl.gz"):
+        file = tmp_path / f"out.jsonl{suffix}"
+        before = file.read_bytes()
+        done = run_stub(*command, file.name, cwd=tmp_path)
+        assert done.returncode == 2
+        assert "would be overwritten" in done.stderr
+        assert file.read_bytes() == before

@@ -162,7 +162,7 @@ def test_stop_strings_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--on-overlong", "truncate", "error, truncate-left, truncate-right"),
         ("--order", "random", "input, completion"),
         ("--generation-config", "vllm", "auto, none"),
-        ("--max-tokens", "-1", "at least 0"),
+        ("--max-tokens", "-1", "from 0 to 2147483647"),
         ("--temperature", "-0.1", "from 0"),
         ("--temperature", "inf", "from 0"),
         ("--top-p", "1.1", "at most 1"),

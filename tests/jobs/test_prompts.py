@@ -176,8 +176,9 @@ def test_truncating_without_max_tokens_leaves_a_quarter_for_the_completion() -> 
 
 
 def test_no_cut_makes_room_for_more_tokens_than_the_context_has() -> None:
-    with pytest.raises(RowError, match="do not fit"):
-        fit(10, "truncate-left", max_tokens=20)
+    for policy in ("error", "truncate-left"):
+        with pytest.raises(RowError, match="max_tokens 20 leaves the prompt no room in the context of 20: lower it"):
+            fit(10, policy, max_tokens=20)
 
 
 def test_different_prompts_differ_in_their_canonical_bytes() -> None:

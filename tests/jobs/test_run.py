@@ -227,6 +227,17 @@ def test_the_report_has_its_keys_and_its_percentiles_are_the_columns(bench: Benc
     assert report["goodput_tokens_per_s"] == report["output_tokens_per_s"]
 
 
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_job_that_is_restarted_keeps_nothing_of_its_output_or_report(bench: Bench, count: int) -> None:
+    """Entries of the same rows may lie where the old ones lay: then only the report tells what the output is of."""
+    bench.write(prompts(count))
+    bench.run()
+    for _ in range(4):
+        before = [row["scheduled_at"] for row in bench.rows()]
+        bench.run(restart=True)
+        assert [row["scheduled_at"] for row in bench.rows()] != before
+
+
 def test_goodput_counts_the_rows_that_keep_their_targets(bench: Bench) -> None:
     bench.write(prompts(5))
     bench.run()
