@@ -12,7 +12,8 @@ import pytest
 from tests.cli.clikit import read_rows, run_job, run_on_terminal, run_stub, shell, write_input
 
 JOB = "run in.jsonl --model model -o out.jsonl"
-LOG_LINE = r"cbatch: \d+ rows in [\d.]+ s: 2 ok, 0 failed, 16 tokens, [\d.]+ a second of generation; out\.jsonl and .*report\.json"
+LOG_LINE = r"cbatch: \d+ rows in [\d.]+ s: 2 ok, 0 failed, 16 tokens, [\d.]+ a second of generation; "
+LOG_LINE += r"out\.jsonl and .*report\.json"
 
 
 @pytest.fixture
