@@ -15,7 +15,7 @@ from typing import Any
 
 from cbatch.engine.modes import CHUNKED
 from cbatch.errors import InputError, UsageError
-from cbatch.jobs.paths import trace_path
+from cbatch.jobs.paths import TRACE_SUFFIX, trace_path
 from cbatch.simulate import calibration
 from cbatch.simulate.cost import CostModel
 from cbatch.simulate.tracefile import find_trace, read_trace
@@ -23,7 +23,6 @@ from cbatch.simulate.tracefile import find_trace, read_trace
 HINT = "it takes the output of a finished run, its report.json or trace, a file of simulate, bench or tune"
 OTHER_LENGTH = 2.0  # so many times longer or shorter, rows are other work
 FACTS = ("model", "dtype", "device")
-TRACE_SUFFIX = ".trace.jsonl.gz"
 REPORT_SUFFIX = ".report.json"
 
 

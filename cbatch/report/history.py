@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.engine.series import StepSeries
+from cbatch.errors import InputError
 from cbatch.io.gziplog import read_log
 
 MEANS = ("prefill_tokens", "decode_tokens", "running", "owned", "cached", "empty")  # the last three: of the cache
@@ -96,6 +97,16 @@ class _Sample:
 
 def read_history(trace: Path) -> History:
     """Read a trace in one go. Raises InputError."""
+    try:
+        return _read_history(trace)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise InputError(
+            f"the trace {trace} is damaged: {type(error).__name__}, {error}",
+            hint="move it away: the page is made of the report alone then",
+        ) from error
+
+
+def _read_history(trace: Path) -> History:
     series, sample = StepSeries(MEANS, SUMS), _Sample()
     offset = end = 0.0
     session = 0

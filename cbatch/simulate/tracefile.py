@@ -5,6 +5,7 @@ Read by the fit, by `diagnose` and by `report`. What a killed run left is read a
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.engine.modes import CHUNKED
+from cbatch.engine.modes import CHUNKED, MODES
 from cbatch.engine.request import RequestStatus
 from cbatch.errors import InputError
 from cbatch.io.gziplog import read_log
-from cbatch.jobs.paths import trace_path
+from cbatch.jobs.paths import TRACE_SUFFIX, report_path, trace_path
+from cbatch.jobs.report import read_report
 from cbatch.simulate.settings import SimulatedEngine
 
 COLUMNS = (
@@ -37,7 +39,6 @@ COLUMNS = (
     "free_blocks",
     "kv_waste",
 )
-TRACE_SUFFIX = ".trace.jsonl.gz"
 OUTLYING = 4.0  # medians
 TRACE_HINT = "run the job with --trace, and --restart where it is finished already"
 
@@ -104,12 +105,14 @@ class TracedSession:
             )
         except KeyError as error:
             raise InputError(f"the trace does not say what {error.args[0]} was", hint=TRACE_HINT) from error
+        except (OverflowError, TypeError) as error:
+            raise InputError(f"the trace names settings that no engine has: {error}", hint=TRACE_HINT) from error
 
     def add(self, step: dict[str, Any]) -> None:
         """Take one step."""
         for name, column in self._columns.items():
             value = step.get(name)
-            column.append(np.nan if value is None else value)
+            column.append(np.nan if value is None else _finite(value))
         for request, sample, state, _at, prompt, generated, cached in step["events"]:
             if state == RequestStatus.FINISHED.value and generated > 0:
                 self.finished.append(FinishedLengths(request, sample, prompt, generated, cached))
@@ -141,16 +144,40 @@ def find_trace(output: Path) -> Path:
 
 
 def read_trace(path: Path) -> list[TracedSession]:
-    """Read all sessions that ran a step. Raises InputError."""
+    """Read all sessions that ran a step. Raises InputError, for a trace that lacks steps of a finished run too."""
     sessions: list[TracedSession] = []
     for line in read_log(path):
-        if "session" in line:
-            layers = [(window, count) for window, count in line["layers"]]
-            pages, mode = line.get("num_host_pages", 0), line.get("mode", CHUNKED)
-            sessions.append(TracedSession(line["settings"], layers, pages, mode))
-        elif sessions:
-            sessions[-1].add(line)
+        try:
+            if "session" in line:
+                sessions.append(_session(line))
+            elif sessions:
+                sessions[-1].add(line)
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise InputError(
+                f"the trace {path} is damaged: {type(error).__name__}, {error}", hint=TRACE_HINT
+            ) from error
     sessions = [session for session in sessions if session.num_steps]
     if not sessions:
         raise InputError(f"the trace {path} holds no step", hint=TRACE_HINT)
+    steps = read_report(report_path(output_of(path))).get("steps")
+    if steps and steps not in [session.num_steps for session in sessions]:
+        raise InputError(
+            f"the trace {path} is damaged: it holds {sessions[-1].num_steps} steps of {steps}",
+            hint="run the job with --trace and --restart",
+        )
     return sessions
+
+
+def _session(line: dict[str, Any]) -> TracedSession:
+    """Read a session's first line. Raises KeyError, TypeError and ValueError where it is none."""
+    layers = [(window if window is None else int(window), int(count)) for window, count in line["layers"]]
+    mode = line.get("mode", CHUNKED)
+    if mode not in MODES:
+        raise ValueError(f"no mode is called {mode!r}")
+    return TracedSession(dict(line["settings"]), layers, int(line.get("num_host_pages", 0)), mode)
+
+
+def _finite(value: Any) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is no measurement")
+    return float(value)

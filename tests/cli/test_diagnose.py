@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,3 +122,34 @@ def test_no_file_of_a_run_is_written_over(command: tuple[str, ...], tmp_path: Pa
         assert done.returncode == 2
         assert "would be overwritten" in done.stderr
         assert file.read_bytes() == before
+
+
+def cut(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return lines[: len(lines) // 2]
+
+
+def without_layers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"session": 1}, *lines[1:]]
+
+
+def with_words(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [*lines[:-1], lines[-1] | {"at_s": "x"}]
+
+
+def without_end(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [*lines[:-1], lines[-1] | {"at_s": float("inf")}]
+
+
+@pytest.mark.parametrize("damage", [cut, without_layers, with_words, without_end])
+def test_a_damaged_trace_is_told_and_nothing_is_fitted_to_it(
+    damage: Callable[[list[dict[str, Any]]], list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n' * 20)
+    done = run_stub("run", "in.jsonl", "--model", "m", "-o", "out.jsonl", "--trace", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    trace = tmp_path / "out.jsonl.trace.jsonl.gz"
+    lines = damage([json.loads(line) for line in gzip.decompress(trace.read_bytes()).splitlines()])
+    trace.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+    done = run_stub("simulate", "--fit", "out.jsonl", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "is damaged: " in done.stderr or "that is not JSON" in done.stderr
