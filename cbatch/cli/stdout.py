@@ -14,6 +14,7 @@ from pathlib import Path
 from cbatch.compatibility import Facts, check
 from cbatch.config import JobConfig
 from cbatch.errors import OutputError, UsageError
+from cbatch.io.atomic import check_folder
 
 STDOUT = "-"
 FILE = "stdout.jsonl"
@@ -31,6 +32,7 @@ def with_file(job: JobConfig) -> JobConfig:
             "-o - leaves no place for the journal from which a job resumes", hint="add --checkpoint-dir FOLDER"
         )
     check(Facts(stdout=True, shard=job.shard is not None))
+    check_folder(Path(job.checkpoint_dir), "the folder of --checkpoint-dir,")
     return replace(job, output=str(Path(job.checkpoint_dir) / FILE))
 
 

@@ -36,6 +36,9 @@ def test_a_place_for_the_journal_is_asked_for(folder: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert "--checkpoint-dir FOLDER" in done.stderr
     assert done.stderr.count("\n") == 1
+    gone = run_stub(*JOB, "--checkpoint-dir", "gone", cwd=folder)
+    assert gone.returncode == 2
+    assert "the folder of --checkpoint-dir, gone does not exist (mkdir -p gone)" in gone.stderr
     part = run_stub(*JOB, "--checkpoint-dir", "kept", "--shard", "0/2", cwd=folder)
     assert (part.returncode, part.stdout) == (2, "")
     assert "for cbatch merge" in part.stderr
