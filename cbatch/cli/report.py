@@ -20,9 +20,10 @@ def report_command(output: str, page: str | None, given: dict[str, Any]) -> int:
 
     console = read_given([], None, given, CONSOLE_SETTINGS).build(ConsoleConfig)
     run = Path(output)
-    target = html_path(run) if page is None else Path(page)
     with showing_traceback(debug=console.debug):
-        check_target(target, files_of_run(output))
+        read = files_of_run(output)
+        target = html_path(run) if page is None else Path(page)
+        check_target(target, read)
         write_page(run, target)
     if not console.quiet:
         say(f"{target}")

@@ -55,19 +55,25 @@ class JobPaths:
 
 def lock_path(output: Path) -> Path:
     """Return where the lock of an output is."""
-    return output.with_name(f"{output.name}.lock")
+    return _beside(output, ".lock")
 
 
 def report_path(output: Path) -> Path:
     """Return where the report of an output is."""
-    return output.with_name(f"{output.name}.report.json")
+    return _beside(output, ".report.json")
 
 
 def trace_path(output: Path) -> Path:
     """Return where the step trace of an output is."""
-    return output.with_name(output.name + TRACE_SUFFIX)
+    return _beside(output, TRACE_SUFFIX)
 
 
 def errors_path(output: Path) -> Path:
     """Return where the failed requests of an OpenAI Batch are."""
-    return output.with_name(f"{output.name}.errors.jsonl")
+    return _beside(output, ".errors.jsonl")
+
+
+def _beside(output: Path, suffix: str) -> Path:
+    if not output.name:
+        raise UsageError(f"'{output}' names no file", hint="name the output of a run")
+    return output.with_name(output.name + suffix)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,16 @@ class Comparison:
         if workers == 1 or len(self.workload) < PARALLEL_FROM:
             yield from ((case, self.run(case)) for case in self.cases)
             return
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            yield from zip(self.cases, pool.map(self.run, self.cases), strict=True)
+        deaf = (signal.SIGINT, signal.SIG_IGN)  # which Ctrl-C sends to all: this process ends the others
+        with ProcessPoolExecutor(workers, get_context("spawn"), initializer=signal.signal, initargs=deaf) as pool:
+            futures = [pool.submit(self.run, case) for case in self.cases]
+            try:
+                for case, future in zip(self.cases, futures, strict=True):
+                    yield case, future.result()
+            except BaseException:
+                for process in active_children():
+                    process.terminate()
+                raise
 
     def plan_shards(self, num_gpus: int) -> ShardedPlan:
         """Simulate the job over several GPUs, in the engine's own mode."""

@@ -223,18 +223,19 @@ def test_the_command_writes_the_page_beside_the_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "code", "words"),
     [
-        (("nowhere.jsonl",), "there is no report of nowhere.jsonl"),
-        (("out.jsonl", "-o", "out.jsonl"), "would be overwritten"),
-        (("out.jsonl", "-o", "no/folder.html"), "no does not exist"),
+        (("nowhere.jsonl",), 1, "there is no report of nowhere.jsonl"),
+        (("out.jsonl", "-o", "out.jsonl"), 2, "would be overwritten"),
+        (("out.jsonl", "-o", "no/folder.html"), 2, "no does not exist"),
+        ((".",), 2, "'.' names no file"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+def test_a_mistake_is_one_line(tmp_path: Path, arguments: tuple[str, ...], code: int, words: str) -> None:
     (tmp_path / "out.jsonl").write_text("")
     (tmp_path / "out.jsonl.report.json").write_text('{"rows": 0}')
     done = run_stub("report", *arguments, cwd=tmp_path)
-    assert done.returncode in (1, 2)
+    assert done.returncode == code
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
 
