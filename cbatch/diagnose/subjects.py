@@ -44,7 +44,7 @@ def of_run(output: Path) -> tuple[Situation, str]:
     report = read_report(report_path(output))
     if not report:
         raise InputError(
-            f"there is no report of {output} at {report_path(output)}",
+            f"there is no report of {output} that can be read at {report_path(output)}",
             hint="name the output of a finished cbatch run, a TOML file of settings, or a vllm command line",
         )
     if "parts" in report:

@@ -83,12 +83,24 @@ class Content:
 
 
 def read_content(output: Path) -> Content:
-    """Gather everything about a finished run. Raises InputError where there is no report of it."""
-    report = read_report(report_path(output))
+    """Gather everything about a finished run. Raises InputError where there is no report of it, or a damaged one."""
+    path = report_path(output)
+    report = read_report(path)
     if not report:
         raise InputError(
-            f"there is no report of {output} at {report_path(output)}", hint="name the output of a finished cbatch run"
+            f"there is no report of {output} that can be read at {path}",
+            hint="name the output of a finished cbatch run",
         )
+    try:
+        return _gather(output, report)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        problem = f"the report {path} is damaged: {type(error).__name__}, {error}"
+        raise InputError(
+            problem, hint="move output and report away and run the job again: it makes them anew"
+        ) from error
+
+
+def _gather(output: Path, report: dict[str, Any]) -> Content:
     trace = trace_path(output)
     history = read_history(trace) if trace.is_file() else reported_history(report)
     notes = []

@@ -240,6 +240,15 @@ def test_a_mistake_is_one_line(tmp_path: Path, arguments: tuple[str, ...], code:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("damage", [{"errors": "x"}, {"prompt_tokens": "many"}, {"settings": 5}, {"series": [1]}])
+def test_a_damaged_report_is_told(tmp_path: Path, damage: dict[str, Any]) -> None:
+    (tmp_path / "out.jsonl.report.json").write_text(json.dumps({"rows": 3, "rows_ok": 3} | damage))
+    done = run_stub("report", "out.jsonl", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "out.jsonl.report.json is damaged: " in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_what_is_no_run_has_no_page(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no report"):
         write_page(tmp_path / "out.jsonl", html_path(tmp_path / "out.jsonl"))
