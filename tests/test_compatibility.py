@@ -16,9 +16,9 @@ FLAGS = [field.name for field in fields(Facts) if field.name != "device"]
 
 def facts_that(exclusion: Exclusion) -> Facts:
     """The fewest facts that an exclusion is about: two of them."""
-    pairs = [*product(FLAGS, FLAGS), *((flag, "device") for flag in FLAGS)]
-    for pair in pairs:
-        facts = Facts(**{name: "cuda" if name == "device" else True for name in pair})  # type: ignore[arg-type]
+    pairs = [{one: True, other: True} for one, other in product(FLAGS, FLAGS)]
+    for known in [*pairs, *({flag: True, "device": device} for flag in FLAGS for device in ("cuda", "cpu"))]:
+        facts = Facts(**known)  # type: ignore[arg-type]
         if exclusion.excludes(facts):
             return facts
     raise AssertionError(f"{exclusion.one} and {exclusion.other} exclude each other never")

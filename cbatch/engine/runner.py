@@ -14,7 +14,7 @@ from cbatch.engine.batch import BatchBuilder, StepInputs
 from cbatch.engine.cache.allocator import CacheAllocator
 from cbatch.engine.cache.pool import CachePool
 from cbatch.engine.determinism import ROWS_PER_THREAD
-from cbatch.engine.graphs import CaptureDevice, Forward, GraphedForward
+from cbatch.engine.graphs import CaptureDevice, GraphedForward
 from cbatch.engine.huge_pages import advise_huge_pages
 from cbatch.engine.offload import Moves
 from cbatch.engine.sampling import sample
@@ -63,7 +63,7 @@ class ModelRunner:
         self._layer_types = [self._types[type_of[layer]] for layer in range(shape.num_layers)]
         self._num_tokens = loaded.num_choosable
         self._page_sizes = [allocator.page_size for allocator in allocators]
-        self._compute: Forward = self._forward
+        self._graphed: GraphedForward | None = None
 
     def replay_on(
         self,
@@ -74,7 +74,7 @@ class ModelRunner:
         kv_padding_interval_size: int,
     ) -> GraphedForward:
         """Capture decode steps and replay them from now on; see graphs.py."""
-        self._compute = graphed = GraphedForward(
+        self._graphed = graphed = GraphedForward(
             self._forward,
             device,
             max_rows=max_rows,
@@ -89,7 +89,7 @@ class ModelRunner:
         """Compute a step; return what it gives each request that samples, in plan order."""
         self._move_pages(plan.moves)
         inputs = self._builder.build(plan)
-        logits = self._compute(inputs)
+        logits = self._forward(inputs) if self._graphed is None else self._graphed(inputs)
         choices = logits[: sum(map(len, inputs.result_rows)), : self._num_tokens]
         tokens = sample(choices, inputs.sampling)
         of_rows = self._check(choices, tokens, inputs)

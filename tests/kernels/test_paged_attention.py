@@ -125,7 +125,7 @@ def test_scores_of_any_size_are_weighed_right(softcap: float | None) -> None:
         assert result.isfinite().all()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's numpy
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:All-NaN:RuntimeWarning")  # interpreted
 def test_a_row_that_is_not_finite_spoils_no_other() -> None:
     variant = Variant()
     case = build_case(variant, MIXED)
