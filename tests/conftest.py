@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests import interpreter  # noqa: F401
+from tests import interpreter
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,3 +23,11 @@ def real_model() -> Path:
         message = f"no model in {folder}: `make test` fetches it, or python sample_jobs/fetch_model.py {folder}"
         pytest.fail(message) if "CI" in os.environ else pytest.skip(message)
     return folder
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels in Triton, run by its interpreter."""
+    if torch.cuda.is_available():
+        pytest.skip(interpreter.IS_OFF)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -95,7 +95,6 @@ class GraphedForward:
         self._graphs: dict[GraphShape, Graph] = {}
         self._inputs: dict[tuple[int, ...], StepInputs] = {}  # by widths, with `max_rows` rows
         self._is_on = True
-        self.num_replays = 0
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         """Give the logits that the forward pass gives, of the step's own rows."""
@@ -105,7 +104,6 @@ class GraphedForward:
             return self._forward(inputs)
         self._fill(self._view(shape), inputs)
         graph.replay()
-        self.num_replays += 1
         return graph.logits[: inputs.input_ids.shape[1]]
 
     def _shape(self, inputs: StepInputs) -> GraphShape | None:

@@ -143,10 +143,8 @@ def plan_engine(
     defaults = CPU_DEFAULTS if device.type == "cpu" else GPU_DEFAULTS
     by_device = f"default on {device.type.upper()}"
     decided = _Decisions()
-    decided.note("dtype", loaded.dtype_reason)
-    decided.note("device", loaded.device_reason)
-    decided.note("num_threads", loaded.num_threads_reason)
-    decided.note("patched", loaded.patched_reason)
+    for name in ("dtype", "device", "num_threads", "patched"):
+        decided.note(name, getattr(loaded, f"{name}_reason"))
     max_model_len = decided.choose("max_model_len", config.max_model_len, shape.context_length, "the model's context")
     page_size = decided.choose("page_size", config.page_size, DEFAULT_PAGE_SIZE, "default")
     percent = decided.choose("max_memory_percent", config.max_memory_percent, defaults.max_memory_percent, by_device)
@@ -165,8 +163,8 @@ def plan_engine(
     decided.note("attention", attention.reason)
     deterministic, reason = decide_deterministic(config, loaded, attention)
     decided.note("deterministic", reason)
-    use_cuda_graph, reason = _decide_graphs(config, loaded, attention, deterministic=deterministic)
-    decided.note("use_cuda_graph", reason)
+    on_host = attention.gathers or deterministic
+    captures, q_padding, kv_padding = _plan_graphs(config, loaded, decided, reads_host=on_host)
     return EnginePlan(
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(device),
@@ -188,13 +186,9 @@ def plan_engine(
         speculation=_plan_speculation(config, decided, defaults, by_device, batch),
         deterministic=deterministic,
         attention=attention.name,
-        use_cuda_graph=use_cuda_graph,
-        q_padding_interval_size=decided.choose(
-            "q_padding_interval_size", config.q_padding_interval_size, Q_PADDING, "default"
-        ),
-        kv_padding_interval_size=decided.choose(
-            "kv_padding_interval_size", config.kv_padding_interval_size, KV_PADDING, "default"
-        ),
+        use_cuda_graph=captures,
+        q_padding_interval_size=q_padding,
+        kv_padding_interval_size=kv_padding,
         reasons=decided.reasons,
     )
 
@@ -348,15 +342,23 @@ def _decide_sharing(config: EngineConfig, shape: ModelShape, max_model_len: int)
     return config.allow_block_sharing, "given"
 
 
-def _decide_graphs(
-    config: EngineConfig, loaded: ModelOutline, attention: AttentionChoice, *, deterministic: bool
-) -> tuple[bool, str]:
-    """Tell whether decode steps are captured, and why."""
+def _plan_graphs(
+    config: EngineConfig, loaded: ModelOutline, decided: _Decisions, *, reads_host: bool
+) -> tuple[bool, int, int]:
+    """Decide whether decode steps are captured, and to what multiples of query tokens and contexts they are padded."""
+    captures, reason = _decide_graphs(config, loaded, reads_host=reads_host)
+    decided.note("use_cuda_graph", reason)
+    q_padding = decided.choose("q_padding_interval_size", config.q_padding_interval_size, Q_PADDING, "default")
+    kv_padding = decided.choose("kv_padding_interval_size", config.kv_padding_interval_size, KV_PADDING, "default")
+    return captures, q_padding, kv_padding
+
+
+def _decide_graphs(config: EngineConfig, loaded: ModelOutline, *, reads_host: bool) -> tuple[bool, str]:
     if loaded.device.type != "cuda":
         return False, "off: there is no CUDA device"
     if loaded.shape.has_experts:
         return False, "off: the shapes of a mixture of experts depend on the tokens"
-    if attention.gathers or deterministic:
+    if reads_host:
         return False, "off: this attention reads lengths on the host"
     if config.use_cuda_graph is None:
         return True, "on by default: a decode step is one call for the host"

@@ -72,9 +72,9 @@ class ModelRunner:
         max_rows: int,
         q_padding_interval_size: int,
         kv_padding_interval_size: int,
-    ) -> GraphedForward:
+    ) -> None:
         """Capture decode steps and replay them from now on; see graphs.py."""
-        self._graphed = graphed = GraphedForward(
+        self._graphed = GraphedForward(
             self._forward,
             device,
             max_rows=max_rows,
@@ -82,7 +82,6 @@ class ModelRunner:
             q_padding_interval_size=q_padding_interval_size,
             kv_padding_interval_size=kv_padding_interval_size,
         )
-        return graphed
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Results]:

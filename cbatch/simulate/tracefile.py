@@ -162,7 +162,8 @@ def read_trace(path: Path) -> list[TracedSession]:
     steps = read_report(report_path(output_of(path))).get("steps")
     if steps and steps not in [session.num_steps for session in sessions]:
         raise InputError(
-            f"the trace {path} is damaged: it holds {sessions[-1].num_steps} steps of {steps}",
+            f"the trace {path} is damaged, or not of the run that is reported: it holds {sessions[-1].num_steps} "
+            f"steps, and the report counts {steps}",
             hint="run the job with --trace and --restart",
         )
     return sessions

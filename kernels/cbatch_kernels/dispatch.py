@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 
 import torch
@@ -40,21 +40,33 @@ class AttentionChoice:
     gathers: bool
 
 
+LARGEST_TRITON_HEAD = 256
+
+
+@cache
+def _has_triton() -> bool:
+    """Looked for once: asked before every op."""
+    return find_spec("triton") is not None
+
+
 def uses_triton(device: torch.device) -> bool:
     """Tell whether kernels in Triton run on a device; does not import it, which takes a while."""
     is_interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    return (device.type == "cuda" or is_interpreted) and find_spec("triton") is not None
+    return (device.type == "cuda" or is_interpreted) and _has_triton()
 
 
 def choose_attention(
     device: torch.device, dtype: torch.dtype, head_dim: int, *, fixed_order: bool = False
 ) -> AttentionChoice:
     """Tell what `paged_attention` runs for a model."""
-    if uses_triton(device) and not fixed_order:
+    if uses_triton(device) and head_dim <= LARGEST_TRITON_HEAD and not fixed_order:
         return AttentionChoice("Triton", "it attends over the pages where they lie", gathers=False)
     if device.type != "cpu":
         reason = f"there are no kernels for {device.type} here"
-        reason += "" if device.type != "cuda" or fixed_order else ": pip install triton"
+        if head_dim > LARGEST_TRITON_HEAD:
+            reason += f" and heads of {head_dim}"
+        elif device.type == "cuda" and not fixed_order:
+            reason += ": pip install triton"
     elif (refused := refuses_compiled_attention(dtype, head_dim)) is not None:
         reason = f"the compiled kernels have {refused}"
     elif (kernels := load_kernels(dtype)).library is None:
@@ -81,7 +93,7 @@ def paged_attention(
     With a `row_multiple`, as `fixed_order_attention`: what a token gets does not depend on the batch, to the bit.
     """
     attend: Callable[..., Tensor]
-    if row_multiple is None and uses_triton(query.device):
+    if row_multiple is None and query.shape[2] <= LARGEST_TRITON_HEAD and uses_triton(query.device):
         from cbatch_kernels.triton_attention import paged_attention_triton as attend
     elif (
         takes_compiled_attention(query, key_pages, value_pages)

@@ -4,7 +4,7 @@
     weight   [out_features, in_features], packed by `pack_linear`
     other    [..., out_features], combined with the product elementwise
 
-Called by the fused modules of cbatch/models/fused.py. A row's result does not depend on how many rows there are, where
+Called by cbatch/models/projections.py. A row's result does not depend on how many rows there are, where
 oneDNN packs. Leaves out which layers get packed. Source: oneDNN's inner product with post-ops.
 """
 

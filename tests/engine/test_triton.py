@@ -20,9 +20,8 @@ pytest.importorskip("triton")
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def launched(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each kernel is launched."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     counts: Counter[str] = Counter()
     original = triton_rows.launch
 

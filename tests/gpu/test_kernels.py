@@ -46,6 +46,13 @@ def on_device(case: Case) -> Case:
     return Case(case.query.to(CUDA), case.key_pages.to(CUDA), case.value_pages.to(CUDA), moved, sinks)
 
 
+def test_the_kernels_are_compiled_and_not_interpreted() -> None:
+    from cbatch_kernels.triton_kernels.attention import attend as kernel
+
+    assert type(kernel).__name__ == "JITFunction"
+    assert dispatch.uses_triton(torch.device(CUDA))
+
+
 @pytest.mark.parametrize("lens", [MIXED, SINGLE], ids=["mixed", "single"])
 @pytest.mark.parametrize("variant", VARIANTS, ids=repr)
 def test_attention_equals_the_oracle(variant: Variant, lens: list[tuple[int, int]]) -> None:

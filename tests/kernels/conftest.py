@@ -26,12 +26,6 @@ def only_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "load_kernels", lambda _: CompiledKernels(None, "a test wants none"))
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels in Triton, run by its interpreter: what they are is decided where a module is first imported."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-
 @pytest.fixture(params=["reference", "compiled", "interpreted"])
 def implementation(request: pytest.FixtureRequest) -> str:
     """Run the test with each; what no kernel takes runs the reference again."""

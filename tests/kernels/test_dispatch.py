@@ -47,19 +47,20 @@ def test_what_no_kernel_takes_builds_none(
 
 
 @pytest.mark.parametrize(
-    ("fixed_order", "has_triton", "name", "reason"),
+    ("fixed_order", "has_triton", "head_dim", "name", "reason"),
     [
-        (False, True, "Triton", "it attends over the pages where they lie"),
-        (True, True, "PyTorch in a fixed order", "there are no kernels for cuda here"),
-        (False, False, "PyTorch reference", "there are no kernels for cuda here: pip install triton"),
+        (False, True, 256, "Triton", "it attends over the pages where they lie"),
+        (False, True, 512, "PyTorch reference", "there are no kernels for cuda here and heads of 512"),
+        (True, True, 64, "PyTorch in a fixed order", "there are no kernels for cuda here"),
+        (False, False, 64, "PyTorch reference", "there are no kernels for cuda here: pip install triton"),
     ],
     ids=str,
 )
 def test_on_a_gpu_triton_attends_where_it_is_installed(
-    monkeypatch: pytest.MonkeyPatch, fixed_order: bool, has_triton: bool, name: str, reason: str
+    monkeypatch: pytest.MonkeyPatch, fixed_order: bool, has_triton: bool, head_dim: int, name: str, reason: str
 ) -> None:
-    monkeypatch.setattr(dispatch, "find_spec", lambda _: object() if has_triton else None)
-    choice = choose_attention(torch.device("cuda"), torch.bfloat16, 64, fixed_order=fixed_order)
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: has_triton)
+    choice = choose_attention(torch.device("cuda"), torch.bfloat16, head_dim, fixed_order=fixed_order)
     assert choice == AttentionChoice(name, reason, gathers=name != "Triton")
 
 
