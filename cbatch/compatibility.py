@@ -18,6 +18,9 @@ class Facts:
 
     deterministic: bool = False
     cuda_graph: bool = False
+    no_cuda_graph: bool = False  # asked for
+    async_batching: bool = False
+    speculation: bool = False
     block_sharing: bool = False
     template: bool = False
     prompt_column: bool = False
@@ -78,6 +81,34 @@ EXCLUSIONS = (
         excludes=lambda facts: facts.cuda_graph and facts.has_experts,
         why="use_cuda_graph cannot capture a mixture of experts, whose shapes depend on the tokens",
         hint="leave it out",
+    ),
+    Exclusion(
+        one="use_async_batching",
+        other="a CPU",
+        excludes=lambda facts: facts.async_batching and facts.device not in (None, "cuda"),
+        why="use_async_batching needs CUDA graphs, and so a CUDA device",
+        hint="leave it out",
+    ),
+    Exclusion(
+        one="use_async_batching",
+        other="use_cuda_graph off",
+        excludes=lambda facts: facts.async_batching and facts.no_cuda_graph,
+        why="use_async_batching needs CUDA graphs, whose inputs stay in one place",
+        hint="leave one out",
+    ),
+    Exclusion(
+        one="use_async_batching",
+        other="a mixture of experts",
+        excludes=lambda facts: facts.async_batching and facts.has_experts,
+        why="use_async_batching needs CUDA graphs, which cannot capture a mixture of experts",
+        hint="leave it out",
+    ),
+    Exclusion(
+        one="use_async_batching",
+        other="speculation",
+        excludes=lambda facts: facts.async_batching and facts.speculation,
+        why="use_async_batching prepares a step before the tokens are known that speculation guesses from",
+        hint="leave one out",
     ),
     Exclusion(
         one="--template",

@@ -38,6 +38,7 @@ class EngineConfig:
     speculation: bool | None = None  # drafts of what the prompt says as well; None: in small batches
     deterministic: bool | None = None  # the same bits whatever the batch; None: where that costs nothing
     use_cuda_graph: bool | None = None  # decode steps captured once per padded shape and replayed
+    use_async_batching: bool | None = None  # a step is prepared while the one before it computes
     q_padding_interval_size: int | None = None  # query tokens to whose multiples captured steps are padded
     kv_padding_interval_size: int | None = None  # the same of the tokens of a context
 

@@ -151,6 +151,13 @@ ENGINE_SETTINGS = (
         default="on where it can work",
     ),
     Setting(
+        name="use_async_batching",
+        target=EngineConfig,
+        panel=ENGINE,
+        help="Prepare a step while the one before it computes.",
+        default="on where it can work",
+    ),
+    Setting(
         name="q_padding_interval_size",
         target=EngineConfig,
         panel=ENGINE,

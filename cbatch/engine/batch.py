@@ -1,27 +1,37 @@
 """Turns a step's plan, host lists of the scheduler, into the tensors that the model reads.
 
 Called by the model runner once a step. Sequences are laid end to end, those with a single token first, as the
-kernels want them; nothing is padded to a common length.
+kernels want them; nothing is padded to a common length. A token that the step before is still to choose has a place
+kept for it, and is carried there on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from cbatch_kernels.metadata import PagedMetadata
+from cbatch_kernels.upload import to_device
 from torch import Tensor
 
 from cbatch.engine.cache.allocator import CacheAllocator
 from cbatch.engine.cache.pool import PADDING_READ_CHUNK, PADDING_WRITE_CHUNK
 from cbatch.engine.logprobs import PromptPart, ScoringBatch, part_of_prompt
-from cbatch.engine.request import NextToken
+from cbatch.engine.request import NextToken, Request
 from cbatch.engine.sampling import SamplingBatch
 from cbatch.engine.step import ScheduledRequest, StepPlan
 from cbatch.models.attention import AttentionInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Tokens that the step before chooses: int64 [k] on the device each."""
+
+    places: Tensor  # among the T query tokens
+    rows: Tensor  # of the tokens that it chose
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +45,12 @@ class StepInputs:
     sampling: SamplingBatch
     scoring: ScoringBatch | None
     result_rows: list[range]  # for each request that samples, in plan order, its rows among the R
+    carried: Carried | None = None
+
+    def carry(self, input_ids: Tensor, chosen: Tensor) -> None:
+        """Fill in what was not known, in place: input_ids int64 [1, T or more], chosen int64 [R of the step before]."""
+        if self.carried is not None:
+            input_ids[0, self.carried.places] = chosen[self.carried.rows]
 
 
 class BatchBuilder:
@@ -48,8 +64,11 @@ class BatchBuilder:
         self._device = device
         self._row_multiple = row_multiple or 1
 
-    def build(self, plan: StepPlan) -> StepInputs:
-        """Lay out a plan with at least one item."""
+    def build(self, plan: StepPlan, rows_before: Mapping[Request, int] | None = None) -> StepInputs:
+        """Lay out a plan with at least one item.
+
+        `rows_before` tells which row of the step before chooses a request's token, where that is not known yet.
+        """
         order = sorted(range(len(plan.items)), key=lambda i: plan.items[i].num_tokens > 1)
         items = [plan.items[i] for i in order]
         query_lens = np.array([item.num_tokens for item in items], dtype=np.int32)
@@ -71,7 +90,22 @@ class BatchBuilder:
             sampling=SamplingBatch.build(tokens),
             scoring=ScoringBatch.build(tokens, parts),
             result_rows=[rows[i] for i, item in enumerate(plan.items) if item.num_results],
+            carried=self._carried(items, stops, rows_before or {}),
         )
+
+    def _carried(
+        self, items: list[ScheduledRequest], stops: npt.NDArray[np.int64], rows_before: Mapping[Request, int]
+    ) -> Carried | None:
+        """Find the query tokens that are not known yet: the last one of a request at most."""
+        carried = [
+            (stop - 1, rows_before[item.request])
+            for item, stop in zip(items, stops.tolist(), strict=True)
+            if item.num_computed_before + item.num_tokens - len(item.drafts) > len(item.request.token_ids)
+        ]
+        if not carried:
+            return None
+        places, rows = np.array(carried, dtype=np.int64).T
+        return Carried(self._to_device(np.ascontiguousarray(places)), self._to_device(np.ascontiguousarray(rows)))
 
     def _attention(
         self,
@@ -112,7 +146,7 @@ class BatchBuilder:
         return self._to_device(np.pad(values, (0, missing), constant_values=with_value) if missing else values)
 
     def _to_device(self, values: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
+        return to_device(values, self._device)
 
 
 def _prompt_parts(
@@ -129,8 +163,10 @@ def _prompt_parts(
 
 
 def _step_tokens(item: ScheduledRequest) -> npt.NDArray[np.int64]:
+    """Give a request's query tokens; for one that is not known yet a token that every model has."""
     start, num_own = item.num_computed_before, item.num_tokens - len(item.drafts)
-    return np.array([*item.request.token_ids[start : start + num_own], *item.drafts], dtype=np.int64)
+    own = item.request.token_ids[start : start + num_own]
+    return np.array([*own, *[0] * (num_own - len(own)), *item.drafts], dtype=np.int64)
 
 
 def _ragged_positions(starts: npt.NDArray[np.int64], lens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

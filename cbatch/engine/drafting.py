@@ -29,7 +29,9 @@ def add_drafts(plan: StepPlan, limits: StepLimits, cache: CacheManager, num_acti
         if plan.num_pages_read + num_more_pages > limits.max_pages_read:
             continue
         cache.extend(item.request, item.num_computed_before + num_tokens)
-        plan.items[i] = item._replace(num_tokens=num_tokens, num_pages_read=num_pages, drafts=drafts)
+        plan.items[i] = item._replace(
+            num_tokens=num_tokens, num_pages_read=num_pages, num_results=1 + len(drafts), drafts=drafts
+        )
         plan.num_tokens += len(drafts)
         plan.num_decode_tokens += len(drafts)
         plan.num_logits += len(drafts)

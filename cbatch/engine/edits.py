@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from cbatch_kernels.upload import to_device
 from torch import Tensor
 
 from cbatch.engine.grammar import Allowed
@@ -31,7 +32,7 @@ class Places:
     token_ids: Ints
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        return torch.from_numpy(self.rows).to(device), torch.from_numpy(self.token_ids).to(device)
+        return to_device(self.rows, device), to_device(self.token_ids, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +72,9 @@ class ConstraintMasks:
             going_on = masks[row].copy()
             np.bitwise_and.at(going_on, tokens // 8, ~(1 << tokens % 8).astype(np.uint8))
             masks[row] = going_on if going_on.any() else masks[row]
-        bits = torch.from_numpy(masks).to(logits.device)[:, :, None] >> torch.arange(
-            8, dtype=torch.uint8, device=logits.device
-        )
+        bits = to_device(masks, logits.device)[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device)
         allowed = (bits & 1).bool().flatten(1)[:, : logits.shape[-1]]
-        rows = torch.tensor(self.rows, device=logits.device)
+        rows = to_device(np.array(self.rows, dtype=np.int64), logits.device)
         logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
 
 
@@ -121,13 +120,13 @@ class LogitEdits:
         device = logits.device
         if len(self.seen.rows):
             where = self.seen.on(device)
-            repetition = torch.from_numpy(self.repetition).to(device)
+            repetition = to_device(self.repetition, device)
             values = logits[where]
             values = torch.where(values > 0, values / repetition, values * repetition)
-            logits[where] = values - torch.from_numpy(self.penalty).to(device)
+            logits[where] = values - to_device(self.penalty, device)
         if len(self.biased.rows):
             where = self.biased.on(device)
-            logits[where] = logits[where] + torch.from_numpy(self.bias).to(device)
+            logits[where] = logits[where] + to_device(self.bias, device)
         if len(self.forbidden.rows):
             logits[self.forbidden.on(device)] = float("-inf")
         if self.constraints is not None:

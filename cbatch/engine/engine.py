@@ -1,14 +1,16 @@
-"""The engine: prompts in, results out. `steps` is the whole loop: schedule, run, update.
+"""The engine: prompts in, results out. `steps` is the whole loop: schedule, launch, collect, update.
 
-`cbatch run` and the Python API use it alike. It knows nothing of files and rows.
+Where batching is asynchronous a step is launched before the results of the one before it are collected, else they are
+collected at once. `cbatch run` and the Python API use it alike. It knows nothing of files and rows.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -23,15 +25,14 @@ from cbatch.engine.graphs import CudaCapture
 from cbatch.engine.intake import Intake
 from cbatch.engine.memory import FreeMemory, free_memory, is_out_of_memory
 from cbatch.engine.modes import CHUNKED, MODES, Mode
-from cbatch.engine.observer import Observer, StepRecorder, StepTimes
+from cbatch.engine.observer import Observer, RequestEvent, StepRecorder, StepTimes
 from cbatch.engine.output import empty_output, failed_output, finished_output
 from cbatch.engine.plan import EnginePlan, check_config, plan_engine
 from cbatch.engine.request import Prompt, RequestOutput
 from cbatch.engine.runner import ModelRunner
 from cbatch.engine.samples import SampleGroups
-from cbatch.engine.speculation import Results
 from cbatch.engine.stats import EngineStats
-from cbatch.engine.step import FinishedRequest, StepLimits, StepPlan
+from cbatch.engine.step import FinishedRequest, RunningStep, StepLimits, StepPlan
 from cbatch.errors import DoesNotFitError, EngineError, RowError
 from cbatch.models.inspect import inspect_model
 from cbatch.models.load import LoadedModel, load_model
@@ -46,8 +47,20 @@ IDLE_SLEEP_S = 0.001  # between looks at a source of prompts that has nothing re
 class Runner(Protocol):
     """What computes a step; the engine's tests and simulations bring their own."""
 
-    def run(self, plan: StepPlan) -> list[Results]:
-        """Return tokens or a failure for each request that samples, in plan order."""
+    def launch(self, plan: StepPlan) -> RunningStep:
+        """Begin to compute a step, behind those that were launched before; requests may change from here on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step whose results are not booked yet."""
+
+    plan: StepPlan
+    running: RunningStep
+    load: CacheLoad  # while its blocks are all in use
+    began: float  # to be scheduled; monotonic seconds, as the next
+    scheduled: float
+    events: list[RequestEvent]
 
 
 class Engine:
@@ -87,7 +100,10 @@ class Engine:
             num_host_pages=plan.num_host_pages,
         )
         self._window = self._scheduler.waiting_batches * plan.max_requests_per_batch
+        self._in_flight: deque[_InFlight] = deque()
+        self._most_in_flight = 1 if plan.use_async_batching else 0  # while the next results are waited for
         self._began: float | None = None
+        self._ended = 0.0  # of the last step that was booked
         self._recorder: StepRecorder | None = None
 
     @classmethod
@@ -130,7 +146,10 @@ class Engine:
                 max_rows=plan.max_requests_per_batch,
                 q_padding_interval_size=plan.q_padding_interval_size,
                 kv_padding_interval_size=plan.kv_padding_interval_size,
+                num_sets=2 if plan.use_async_batching else 1,
             )
+        if plan.use_async_batching:
+            runner.transfer_beside()
         return cls(config, plan, loaded, cache, runner, mode)
 
     def observe(self, observer: Observer) -> None:
@@ -181,6 +200,8 @@ class Engine:
             if self._recorder is not None:
                 self._recorder.forget()
             self._scheduler.abandon()  # what a caller that stops early leaves behind is no part of its next call
+            while self._in_flight:  # the device still reads what the next call would write
+                self._in_flight.popleft().running.collect()
 
     def drop_waiting(self) -> list[int]:
         """Forget the prompts of which nothing ever ran, and return their ids."""
@@ -192,30 +213,19 @@ class Engine:
         return list(dict.fromkeys(r.request_id for r in dropped if counts[r.request_id] == r.prompt.sampling.n))
 
     def _step(self) -> list[RequestOutput]:
+        """Launch a step, and book the oldest one once no more may be in flight, or nothing else can be done."""
         began = time.perf_counter()
         plan = self._scheduler.schedule(began)
-        scheduled = time.perf_counter()
-        plan, results = self._run(plan)
-        ran = time.perf_counter()
-        load = self._cache.load(self._scheduler.num_filled(plan))  # while the step's blocks are all in use
-        had = [len(item.request.token_ids) for item in plan.items]
-        finished = self._scheduler.update(plan, results, ran)
-        ended = time.perf_counter()
-        self._began = began if self._began is None else self._began
-        self.stats.generate_s = ended - self._began
-        self.stats.schedule_s += (scheduled - began) + (ended - ran)
-        self._count(plan, finished)
-        self._count_tokens(plan, had)
-        self._count_cache(plan, load, began - self._began)
-        if self._recorder is not None:
-            times = StepTimes(began, scheduled, ran, ended)
-            self._recorder.record(self._scheduler, plan, load, finished, times)
-        outputs = (self._groups.collect(f.request, finished_output(f, ended)) for f in finished)
-        return [output for output in outputs if output is not None]
+        if plan.items:
+            self._in_flight.append(self._launch(plan, began))
+        if plan.items and len(self._in_flight) <= self._most_in_flight:
+            return []
+        return self._finish(self._in_flight.popleft())
 
-    def _run(self, plan: StepPlan) -> tuple[StepPlan, list[Results]]:
-        """Compute a step, a smaller one each time that memory runs out; give what ran. Raises EngineError."""
-        while (results := self._try(plan)) is None:
+    def _launch(self, plan: StepPlan, began: float) -> _InFlight:
+        """Launch a step, a smaller one each time that memory runs out. Raises EngineError."""
+        scheduled = time.perf_counter()
+        while (running := self._try(plan)) is None:
             self.stats.out_of_memory_steps += 1
             if self._scheduler.limits.max_batch_tokens == 1:
                 raise EngineError(
@@ -227,15 +237,41 @@ class Engine:
                 "memory ran out in a step; from here on a step has at most %d tokens",
                 self._scheduler.limits.max_batch_tokens,
             )
-        return plan, results
+        self._scheduler.launch(plan)
+        load = self._cache.load(self._scheduler.num_filled())
+        events = [] if self._recorder is None else self._recorder.changes(self._scheduler.active, began)
+        return _InFlight(plan, running, load, began, scheduled, events)
 
-    def _try(self, plan: StepPlan) -> list[Results] | None:
-        """Compute a step, or give None where memory runs out.
+    def _finish(self, step: _InFlight) -> list[RequestOutput]:
+        """Wait for a step's results and book them; give what they end."""
+        plan = step.plan
+        results = step.running.collect()
+        ran = time.perf_counter()
+        had = [len(item.request.token_ids) for item in plan.items]
+        finished = self._scheduler.update(plan, results, ran)
+        ended = time.perf_counter()
+        self._began = step.began if self._began is None else self._began
+        self.stats.generate_s = ended - self._began
+        self.stats.schedule_s += (step.scheduled - step.began) + (ended - ran)
+        self._count(plan, finished)
+        self._count_tokens(plan, had)
+        self._count_cache(plan, step.load, step.began - self._began)
+        if self._recorder is not None:
+            # A step that was launched early has the device, and the observer, from the end of the one before.
+            began, scheduled = max(step.began, self._ended), max(step.scheduled, self._ended)
+            times = StepTimes(began, scheduled, ran, ended)
+            self._recorder.record(self._scheduler, plan, step.load, finished, times, step.events)
+        self._ended = ended
+        outputs = (self._groups.collect(f.request, finished_output(f, ended)) for f in finished)
+        return [output for output in outputs if output is not None]
+
+    def _try(self, plan: StepPlan) -> RunningStep | None:
+        """Launch a step, or give None where memory runs out.
 
         The error ends here, and with it its traceback, whose frames hold the step's tensors.
         """
         try:
-            return self._runner.run(plan)
+            return self._runner.launch(plan)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

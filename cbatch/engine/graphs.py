@@ -2,7 +2,8 @@
 
 The model runner hands its forward pass over. A graph reads tensors at fixed addresses, so there is one set of inputs
 for all of them, as large as the largest; what a smaller step leaves of it is padding, which reads and writes reserved
-pages. Steps with prompts in them, or with drafts, run as they are: their shapes hardly come again.
+pages. Steps with prompts in them, or with drafts, run as they are: their shapes hardly come again. Where the inputs
+of a step are made while another one computes, the runner has two of these, each with its own set, and takes turns.
 
 Leaves out the device itself (`CaptureDevice`), which tests replace.
 """
@@ -72,6 +73,15 @@ class GraphShape:
     widths: tuple[int, ...]  # blocks of a row's table, for each attention type
 
 
+@dataclass(frozen=True, slots=True)
+class StagedForward:
+    """A forward pass whose inputs are in place, but for tokens that are carried over."""
+
+    inputs: StepInputs
+    shape: GraphShape | None = None  # None: it runs as it is
+    static: StepInputs | None = None  # what the graph of the shape reads
+
+
 class GraphedForward:
     """A forward pass that replays decode steps."""
 
@@ -96,13 +106,23 @@ class GraphedForward:
         self._inputs: dict[tuple[int, ...], StepInputs] = {}  # by widths, with `max_rows` rows
         self._is_on = True
 
-    def __call__(self, inputs: StepInputs) -> Tensor:
-        """Give the logits that the forward pass gives, of the step's own rows."""
+    def stage(self, inputs: StepInputs) -> StagedForward:
+        """Put a step's inputs where its graph reads them, or will; captures nothing, and so touches no page."""
         shape = self._shape(inputs) if self._is_on else None
-        graph = self._find(shape, inputs) if shape is not None else None
-        if shape is None or graph is None:
+        if shape is None or (shape not in self._graphs and len(self._graphs) == MAX_GRAPHS):
+            return StagedForward(inputs)
+        static = self._view(shape, like=inputs)
+        self._fill(static, inputs)
+        return StagedForward(inputs, shape, static)
+
+    def run(self, staged: StagedForward, chosen: Tensor) -> Tensor:
+        """Give the logits of the step's own rows; `chosen` are the tokens of the step before, int64 [R of it]."""
+        inputs = staged.inputs
+        graph = None if staged.shape is None else self._find(staged.shape, inputs)
+        if graph is None or staged.static is None:
+            inputs.carry(inputs.input_ids, chosen)
             return self._forward(inputs)
-        self._fill(self._view(shape), inputs)
+        inputs.carry(staged.static.input_ids, chosen)
         graph.replay()
         return graph.logits[: inputs.input_ids.shape[1]]
 

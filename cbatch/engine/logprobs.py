@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
+import numpy as np
 import torch
+from cbatch_kernels.upload import to_device
 from torch import Tensor
 
-from cbatch.engine.record import LogprobRecord, TopTokens
+from cbatch.engine.record import LogprobRecord
 from cbatch.engine.request import NextToken, Request
 
 MAX_SCORED = 2**21  # logits that are scored at a time, which bounds what that takes beside them
@@ -61,27 +62,35 @@ class ScoringBatch:
             return None
         return cls([row for row, _ in asking], [record for _, record in asking], parts)
 
-    def score(self, logits: Tensor, tokens: Tensor, num_tokens: int, counted: Collection[int]) -> None:
-        """Score by logits [R + the parts' rows, vocab] the chosen `tokens` [R] and the prompts' own.
+    def score(self, logits: Tensor, tokens: Tensor, num_tokens: int) -> list[Tensor]:
+        """Score by logits [R + the parts' rows, vocab] the chosen `tokens` [R] and the prompts' own, on the device.
 
-        Of the R rows those `counted` are scored: the others lie behind drafts that were wrong. The likeliest ones are
-        among the first `num_tokens` ids. Changes the records.
+        The likeliest ones are among the first `num_tokens` ids. Gives log-probabilities [n], and ids and
+        log-probabilities of the likeliest [n, top].
         """
-        asking = [(row, record) for row, record in zip(self.rows, self.records, strict=True) if row in counted]
-        chosen = [row for row, _ in asking]
         num_in_parts = sum(part.count for part in self.parts)
-        rows = torch.tensor([*chosen, *range(len(tokens), len(tokens) + num_in_parts)], device=logits.device)
-        prompts = torch.tensor([token_id for part in self.parts for token_id in part.token_ids], device=tokens.device)
-        token_ids = torch.cat([tokens[chosen], prompts.long()])
+        wanted = np.array([*self.rows, *range(len(tokens), len(tokens) + num_in_parts)], dtype=np.int64)
+        prompts = np.array([token_id for part in self.parts for token_id in part.token_ids], dtype=np.int64)
+        rows = to_device(wanted, logits.device)
+        token_ids = torch.cat([tokens[rows[: len(self.rows)]], to_device(prompts, logits.device)])
         most, num_top = max(1, MAX_SCORED // logits.shape[-1]), self._num_top()
         pieces = [
             _score(logits[rows[start : start + most]], token_ids[start : start + most], num_top, num_tokens)
             for start in range(0, len(rows), most)
         ]
-        scored = chain.from_iterable(pieces)
-        # Only now, when nothing can fail any more: a step that runs out of memory runs again.
-        for _, record in asking:
-            record.add_generated(*next(scored))
+        return [torch.cat(column) for column in zip(*pieces, strict=True)]
+
+    def book(self, scores: Sequence[Tensor], counted: Collection[int]) -> None:
+        """Add scores to the records. Of the R rows those `counted` are: others lie behind drafts that were wrong, say.
+
+        Only now, when nothing can fail any more: a step that runs out of memory runs again.
+        """
+        chosen, ids, values = (column.tolist() for column in scores)
+        scored = ((chosen[i], list(zip(ids[i], values[i], strict=True))) for i in range(len(chosen)))
+        for row, record in zip(self.rows, self.records, strict=True):
+            logprob, top = next(scored)
+            if row in counted:
+                record.add_generated(logprob, top)
         for part in self.parts:
             assert part.request.logprobs is not None
             for _ in range(part.count):
@@ -93,11 +102,10 @@ class ScoringBatch:
         return max(count or 0 for count in wanted)
 
 
-def _score(logits: Tensor, token_ids: Tensor, num_top: int, num_tokens: int) -> list[tuple[float, TopTokens]]:
+def _score(logits: Tensor, token_ids: Tensor, num_top: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Give the log-probability of one token per row of logits [n, vocab], and the likeliest ones with theirs."""
     logits = logits.float()
     total = torch.logsumexp(logits, dim=-1, keepdim=True)
-    chosen = (logits.gather(-1, token_ids[:, None]) - total)[:, 0].tolist()
+    chosen = (logits.gather(-1, token_ids[:, None]) - total)[:, 0]
     top = logits[:, :num_tokens].topk(num_top, dim=-1)
-    ids, values = top.indices.tolist(), (top.values - total).tolist()
-    return [(chosen[row], list(zip(ids[row], values[row], strict=True))) for row in range(len(chosen))]
+    return chosen, top.indices, top.values - total

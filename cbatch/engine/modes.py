@@ -31,7 +31,7 @@ class WholePromptScheduler(FifoScheduler):
     @property
     def num_candidates(self) -> int:
         """Count the active requests that want a place in the step."""
-        return len(self.active)
+        return sum(not request.awaits_results for request in self.active)
 
     def has_token_budget(self, plan: StepPlan) -> bool:
         return super().has_token_budget(plan) or not _has_prompt(plan)
@@ -51,7 +51,7 @@ class StaticScheduler(WholePromptScheduler):
     def schedule(self, now: float) -> StepPlan:
         self._is_forming = self._is_forming or not self.active
         plan = super().schedule(now)
-        if plan.items or not self.active:
+        if plan.items or not self.active or self.num_in_flight:
             return plan
         self._is_forming = False  # nobody else could join
         return super().schedule(now)
@@ -66,7 +66,7 @@ class StaticScheduler(WholePromptScheduler):
 
     @property
     def num_candidates(self) -> int:
-        return len(self.active) - self._num_waiting_for_batch
+        return super().num_candidates - self._num_waiting_for_batch
 
 
 def _has_prompt(plan: StepPlan) -> bool:

@@ -6,7 +6,7 @@ with the engine, so it may be kept and handed to other threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,6 +80,23 @@ class StepRecorder:
         self._observer = observer
         self._known: dict[Request, _Known] = {}
 
+    def changes(self, present: Sequence[Request], began: float) -> list[RequestEvent]:
+        """Find who joined or moved out when a step was scheduled, which `began` then, with these requests active."""
+        events: list[RequestEvent] = []
+        still_there = set(present)
+        for request in [r for r in self._known if r not in still_there]:
+            if self._known[request].state is not RequestStatus.PENDING:
+                self._change(events, request, RequestStatus.PENDING, began)
+        for request in present:
+            known = self._known.get(request)
+            if known is None:
+                self._change(events, request, RequestStatus.PENDING, request.created_at)
+            elif request.preemptions > known.preemptions and known.state is not RequestStatus.PENDING:
+                self._change(events, request, RequestStatus.PENDING, began)  # out and in again within the step
+            if self._known[request].state is RequestStatus.PENDING:
+                self._change(events, request, RequestStatus.PREFILLING, began)
+        return events
+
     def record(
         self,
         scheduler: Scheduler,
@@ -87,8 +104,9 @@ class StepRecorder:
         load: CacheLoad,
         finished: Sequence[FinishedRequest],
         times: StepTimes,
+        changes: Iterable[RequestEvent],
     ) -> None:
-        """Tell the observer of a step that is booked."""
+        """Tell the observer of a step that is booked; `changes` are those that came with its schedule."""
         record = StepRecord(
             times=times,
             num_requests=len(plan.items),
@@ -102,7 +120,7 @@ class StepRecorder:
             num_offloads=plan.moves.num_offloads,
             num_restores=plan.moves.num_restores,
             num_soft_resets=plan.moves.num_soft_resets,
-            events=tuple(self._events(scheduler, finished, times)),
+            events=(*changes, *self._results(plan, finished, times)),
         )
         self._observer.on_step(record)
 
@@ -110,29 +128,16 @@ class StepRecorder:
         """Let go of requests that were given up."""
         self._known.clear()
 
-    def _events(
-        self, scheduler: Scheduler, finished: Sequence[FinishedRequest], times: StepTimes
-    ) -> list[RequestEvent]:
-        """Find what changed since the last step, in the order of time."""
+    def _results(self, plan: StepPlan, finished: Sequence[FinishedRequest], times: StepTimes) -> list[RequestEvent]:
+        """Find what the results of a step changed."""
         events: list[RequestEvent] = []
-        present = [*scheduler.active, *(f.request for f in finished)]
-        still_there = set(present)
-        for request in [r for r in self._known if r not in still_there]:
-            if self._known[request].state is not RequestStatus.PENDING:
-                self._change(events, request, RequestStatus.PENDING, times.began)
-        for request in present:
-            known = self._known.get(request)
-            if known is None:
-                self._change(events, request, RequestStatus.PENDING, request.created_at)
-            elif request.preemptions > known.preemptions and known.state is not RequestStatus.PENDING:
-                self._change(events, request, RequestStatus.PENDING, times.began)  # out and in again within the step
-            if self._known[request].state is RequestStatus.PENDING:
-                self._change(events, request, RequestStatus.PREFILLING, times.began)
-            if request.status is RequestStatus.DECODING and self._known[request].state is not RequestStatus.DECODING:
+        for request in (item.request for item in plan.items):
+            known = self._known.get(request)  # nobody, where an earlier step ended it
+            if known and request.status is RequestStatus.DECODING and known.state is not RequestStatus.DECODING:
                 self._change(events, request, RequestStatus.DECODING, times.ran)
-            if request.status is RequestStatus.FINISHED:
-                self._change(events, request, RequestStatus.FINISHED, times.ended)
-                del self._known[request]
+        for request in (f.request for f in finished):
+            self._change(events, request, RequestStatus.FINISHED, times.ended)
+            del self._known[request]
         return events
 
     def _change(self, events: list[RequestEvent], request: Request, state: RequestStatus, at: float) -> None:

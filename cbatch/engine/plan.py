@@ -17,7 +17,8 @@ from cbatch_kernels.dispatch import AttentionChoice
 from cbatch.compatibility import NO_SHARING, Facts, check
 from cbatch.config import EngineConfig
 from cbatch.engine.cache.build import group_layers
-from cbatch.engine.determinism import check_deterministic, decide_deterministic
+from cbatch.engine.determinism import check_deterministic
+from cbatch.engine.execution import Execution, decide_execution
 from cbatch.engine.memory import FreeMemory
 from cbatch.engine.modes import CHUNKED, MODES, Mode
 from cbatch.engine.policies import SCHEDULERS
@@ -97,6 +98,7 @@ class EnginePlan:
     deterministic: bool
     attention: str
     use_cuda_graph: bool
+    use_async_batching: bool
     q_padding_interval_size: int  # query tokens
     kv_padding_interval_size: int  # tokens of a context
     reasons: dict[str, str]
@@ -122,8 +124,17 @@ def check_config(config: EngineConfig, shape: ModelShape) -> None:
         raise UsageError(f"unknown scheduler_type '{config.scheduler_type}'", hint=f"known: {', '.join(SCHEDULERS)}")
     if config.deterministic:
         check_deterministic(shape, choose_device(config.device).value)
-    if config.use_cuda_graph:
-        check(Facts(cuda_graph=True, device=choose_device(config.device).value.type, has_experts=shape.has_experts))
+    if config.use_cuda_graph or config.use_async_batching:
+        check(
+            Facts(
+                cuda_graph=bool(config.use_cuda_graph),
+                no_cuda_graph=config.use_cuda_graph is False,
+                async_batching=bool(config.use_async_batching),
+                speculation=bool(config.speculation),
+                device=choose_device(config.device).value.type,
+                has_experts=shape.has_experts,
+            )
+        )
     if config.max_model_len is not None and config.max_model_len > shape.context_length:
         raise UsageError(
             f"max_model_len is {config.max_model_len}, but the model's context is {shape.context_length} tokens",
@@ -153,18 +164,17 @@ def plan_engine(
     budget = memory.num_bytes * percent
     if device.type == "cpu":
         budget -= _check_offload(offload, memory, budget)
-    batch = _plan_batch(config, loaded, decided, defaults, max_model_len, budget, attention.gathers)
+    steps, reasons = decide_execution(config, loaded, attention)
+    decided.reasons |= reasons
+    batch = _plan_batch(config, loaded, decided, defaults, max_model_len, budget, steps)
     largest = replace(batch, max_batch_tokens=mode.largest_step(batch.max_batch_tokens, max_model_len))
     num_blocks = _plan_num_blocks(config, decided, largest, memory, budget)
     scheduler_type = decided.choose("scheduler_type", config.scheduler_type, "fifo", "default")
     margin = SCHEDULERS[scheduler_type].default_safety_margin
     sharing, reason = _decide_sharing(config, shape, max_model_len)
     decided.note("allow_block_sharing", reason)
-    decided.note("attention", attention.reason)
-    deterministic, reason = decide_deterministic(config, loaded, attention)
-    decided.note("deterministic", reason)
-    on_host = attention.gathers or deterministic
-    captures, q_padding, kv_padding = _plan_graphs(config, loaded, decided, reads_host=on_host)
+    q_padding = decided.choose("q_padding_interval_size", config.q_padding_interval_size, Q_PADDING, "default")
+    kv_padding = decided.choose("kv_padding_interval_size", config.kv_padding_interval_size, KV_PADDING, "default")
     return EnginePlan(
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(device),
@@ -184,9 +194,10 @@ def plan_engine(
         cpu_offload_space=offload,
         num_host_pages=host_pages,
         speculation=_plan_speculation(config, decided, defaults, by_device, batch),
-        deterministic=deterministic,
+        deterministic=steps.deterministic,
         attention=attention.name,
-        use_cuda_graph=captures,
+        use_cuda_graph=steps.captured,
+        use_async_batching=steps.run_ahead,
         q_padding_interval_size=q_padding,
         kv_padding_interval_size=kv_padding,
         reasons=decided.reasons,
@@ -231,7 +242,7 @@ class _Batch:
     max_requests: int
     max_model_len: int
     page_size: int
-    gathers: bool  # attention copies the context
+    steps: Execution
 
     def step(self, num_blocks: int = 0) -> StepFootprint:
         """Give what a step takes, the longest of its contexts being all that so many blocks hold."""
@@ -242,7 +253,8 @@ class _Batch:
             max_batch_tokens=self.max_batch_tokens,
             max_requests=self.max_requests,
             max_context=longest_context(self.shape, self.dtype, cache, self.max_model_len),
-            gathers=self.gathers,
+            gathers=self.steps.gathers,
+            num_buffers=2 if self.steps.run_ahead else 1,
         )
 
     def total(self, num_blocks: int) -> int:
@@ -260,14 +272,14 @@ def _plan_batch(
     defaults: DeviceDefaults,
     max_model_len: int,
     budget: float,
-    gathers: bool,
+    steps: Execution,
 ) -> _Batch:
     """Choose the batch's limits: the defaults, halved until a step takes no more than its share of the memory."""
     least_tokens = max(MIN_BATCH_TOKENS, config.max_requests_per_batch or 0)  # each request has one at least
     tokens = config.max_batch_tokens or max(defaults.max_batch_tokens, least_tokens)
     requests = min(config.max_requests_per_batch or defaults.max_requests_per_batch, tokens)
     page_size = config.page_size or DEFAULT_PAGE_SIZE
-    first = batch = _Batch(loaded.shape, loaded.dtype, tokens, requests, max_model_len, page_size, gathers)
+    first = batch = _Batch(loaded.shape, loaded.dtype, tokens, requests, max_model_len, page_size, steps)
     while batch.step().growing > STEP_SHARE * budget:
         if config.max_batch_tokens is None:
             tokens = max(least_tokens, tokens // 2)
@@ -324,9 +336,16 @@ def _plan_num_blocks(
 
 
 def _plan_speculation(
-    config: EngineConfig, decided: _Decisions, defaults: DeviceDefaults, by_device: str, batch: _Batch
+    config: EngineConfig,
+    decided: _Decisions,
+    defaults: DeviceDefaults,
+    by_device: str,
+    batch: _Batch,
 ) -> int:
     """Choose up to how many tokens a step is filled with drafts."""
+    if batch.steps.run_ahead:
+        decided.note("speculation", "off: a step is made before the tokens are known that drafts follow from")
+        return 0
     if config.speculation is not None:
         decided.note("speculation", "given: drafts fill every step" if config.speculation else "given")
         return batch.max_batch_tokens if config.speculation else 0
@@ -340,26 +359,3 @@ def _decide_sharing(config: EngineConfig, shape: ModelShape, max_model_len: int)
     if config.allow_block_sharing is None:
         return True, "on by default: all layers attend to the whole context"
     return config.allow_block_sharing, "given"
-
-
-def _plan_graphs(
-    config: EngineConfig, loaded: ModelOutline, decided: _Decisions, *, reads_host: bool
-) -> tuple[bool, int, int]:
-    """Decide whether decode steps are captured, and to what multiples of query tokens and contexts they are padded."""
-    captures, reason = _decide_graphs(config, loaded, reads_host=reads_host)
-    decided.note("use_cuda_graph", reason)
-    q_padding = decided.choose("q_padding_interval_size", config.q_padding_interval_size, Q_PADDING, "default")
-    kv_padding = decided.choose("kv_padding_interval_size", config.kv_padding_interval_size, KV_PADDING, "default")
-    return captures, q_padding, kv_padding
-
-
-def _decide_graphs(config: EngineConfig, loaded: ModelOutline, *, reads_host: bool) -> tuple[bool, str]:
-    if loaded.device.type != "cuda":
-        return False, "off: there is no CUDA device"
-    if loaded.shape.has_experts:
-        return False, "off: the shapes of a mixture of experts depend on the tokens"
-    if reads_host:
-        return False, "off: this attention reads lengths on the host"
-    if config.use_cuda_graph is None:
-        return True, "on by default: a decode step is one call for the host"
-    return config.use_cuda_graph, "given"

@@ -100,7 +100,9 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, as far as needed
     host_pages: list[int] = field(default_factory=list)  # where its KV lies while it is moved out
     num_slots: int = 0  # tokens that its tables have room for
-    num_computed_tokens: int = 0  # tokens whose KV is in the cache, or on the host
+    num_computed_tokens: int = 0  # tokens whose KV is in the cache, or on the host, or will be by the steps in flight
+    num_in_flight: int = 0  # steps that it is in and whose results are not there yet
+    num_pending: int = 0  # tokens behind `token_ids` that those choose
     num_ever_computed: int = 0  # the most that it was, before a soft reset took it back
     status: RequestStatus = RequestStatus.PENDING
     scheduled_at: float | None = None
@@ -116,7 +118,8 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        """Tokens of prompt and completion, those included that are not known yet."""
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -135,7 +138,22 @@ class Request:
 
     @property
     def num_uncomputed(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def awaits_results(self) -> bool:
+        """Whether its next step needs what the steps in flight have not told yet, or there will be none."""
+        if not self.num_in_flight:
+            return False
+        if self.num_pending and (self.history is not None or self.constraint is not None):
+            return True
+        # How far a prompt is scored is known when the scores are there.
+        return self.is_ending or self.scores_prompt
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the results of the steps in flight end it, whatever they are."""
+        return self.num_pending > 0 and self.num_generated + self.num_pending >= self.max_tokens
 
 
 class NextToken(NamedTuple):
@@ -150,10 +168,10 @@ class NextToken(NamedTuple):
     @property
     def position(self) -> int:
         """Where in prompt and completion it goes."""
-        return len(self.request.token_ids) + len(self.drafts)
+        return self.request.num_tokens + len(self.drafts)
 
     @property
     def must_go_on(self) -> bool:
         """Whether it may not be one that ends the completion."""
         request = self.request
-        return request.num_generated + len(self.drafts) < request.prompt.sampling.min_tokens
+        return self.position - request.num_prompt_tokens < request.prompt.sampling.min_tokens

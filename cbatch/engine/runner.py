@@ -1,11 +1,13 @@
 """Runs the model over one step's batch: owns the page tensors, calls the forward pass, samples.
 
-The engine calls `run` once a step. Leaves out what the tokens mean for the requests.
+The engine calls `launch` once a step. A step is prepared on the host and computed by the device, which may still be at
+the step before. Leaves out what the tokens mean for the requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,15 +16,23 @@ from cbatch.engine.batch import BatchBuilder, StepInputs
 from cbatch.engine.cache.allocator import CacheAllocator
 from cbatch.engine.cache.pool import CachePool
 from cbatch.engine.determinism import ROWS_PER_THREAD
-from cbatch.engine.graphs import CaptureDevice, GraphedForward
+from cbatch.engine.graphs import CaptureDevice, GraphedForward, StagedForward
 from cbatch.engine.huge_pages import advise_huge_pages
 from cbatch.engine.offload import Moves
+from cbatch.engine.request import Request
+from cbatch.engine.results import LaunchedStep
 from cbatch.engine.sampling import sample
-from cbatch.engine.speculation import Results, accept
 from cbatch.engine.step import StepPlan
-from cbatch.errors import RowError
+from cbatch.engine.transfers import StreamTransfers, Transfers
 from cbatch.models.attention import PagedStep, name_layer_type
 from cbatch.models.load import LoadedModel
+
+
+class PreparedStep(NamedTuple):
+    """What of a step can be made before the one ahead of it has run."""
+
+    staged: StagedForward
+    graphed: GraphedForward | None = None  # whose buffers it has
 
 
 class ModelRunner:
@@ -63,7 +73,10 @@ class ModelRunner:
         self._layer_types = [self._types[type_of[layer]] for layer in range(shape.num_layers)]
         self._num_tokens = loaded.num_choosable
         self._page_sizes = [allocator.page_size for allocator in allocators]
-        self._graphed: GraphedForward | None = None
+        self._graphed: list[GraphedForward] = []  # one for each set of buffers, the next step's first
+        self._transfers = Transfers()
+        self._chosen = torch.empty(0, dtype=torch.int64, device=loaded.device)  # by the last step that was launched
+        self._rows: dict[Request, int] = {}  # which of these are whose
 
     def replay_on(
         self,
@@ -72,63 +85,83 @@ class ModelRunner:
         max_rows: int,
         q_padding_interval_size: int,
         kv_padding_interval_size: int,
+        num_sets: int = 1,
     ) -> None:
-        """Capture decode steps and replay them from now on; see graphs.py."""
-        self._graphed = GraphedForward(
-            self._forward,
-            device,
-            max_rows=max_rows,
-            page_sizes=self._page_sizes,
-            q_padding_interval_size=q_padding_interval_size,
-            kv_padding_interval_size=kv_padding_interval_size,
-        )
+        """Capture decode steps and replay them from now on; see graphs.py. Steps take turns in sets of buffers."""
+        self._graphed = [
+            GraphedForward(
+                self._forward,
+                device,
+                max_rows=max_rows,
+                page_sizes=self._page_sizes,
+                q_padding_interval_size=q_padding_interval_size,
+                kv_padding_interval_size=kv_padding_interval_size,
+            )
+            for _ in range(num_sets)
+        ]
+
+    def transfer_beside(self) -> None:
+        """Copy on CUDA streams beside the one that computes from now on, so that nothing waits for a step to end."""
+        self._transfers = StreamTransfers()
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Compute a step behind those that were launched before; on a GPU the host does not wait for it."""
+        prepared = self._prepare(plan)
+        try:
+            launched = self._compute(plan, prepared)
+        except BaseException:
+            self._transfers.settle()
+            raise
+        self._advance(plan, prepared)
+        return launched
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> list[Results]:
-        """Compute a step; return what it gives each request that samples, in plan order."""
-        self._move_pages(plan.moves)
-        inputs = self._builder.build(plan)
-        logits = self._forward(inputs) if self._graphed is None else self._graphed(inputs)
-        choices = logits[: sum(map(len, inputs.result_rows)), : self._num_tokens]
-        tokens = sample(choices, inputs.sampling)
-        of_rows = self._check(choices, tokens, inputs)
-        items = [item for item in plan.items if item.num_results]
-        results = [
-            accept(item.drafts, of_rows[rows.start : rows.stop])
-            for item, rows in zip(items, inputs.result_rows, strict=True)
-        ]
-        if inputs.scoring is not None:
-            counted = {
-                row for rows, taken in zip(inputs.result_rows, results, strict=True) for row in rows[: len(taken)]
-            }
-            inputs.scoring.score(logits, tokens, self._num_tokens, counted)
-        for i, record in enumerate(item.request.logprobs for item in items):
-            if record is not None and not record.is_finite:
-                results[i] = [_not_finite(logits.dtype)]
-        return results
+    def _prepare(self, plan: StepPlan) -> PreparedStep:
+        """Make a step's inputs: all that the host needs to know of its requests."""
+        with self._transfers.uploading():
+            inputs = self._builder.build(plan, self._rows)
+            if not self._graphed:
+                return PreparedStep(StagedForward(inputs))
+            return PreparedStep(self._graphed[0].stage(inputs), self._graphed[0])
 
-    def _check(self, choices: Tensor, tokens: Tensor, inputs: StepInputs) -> list[int | RowError]:
-        """Put failures in the place of tokens [R] that nothing could choose by their logits [R, tokens]."""
-        results: list[int | RowError] = tokens.tolist()
-        for row, error in inputs.sampling.errors().items():
-            results[row] = error
-        for row, is_finite in enumerate(torch.isfinite(choices.amax(dim=-1)).tolist()):
-            if not is_finite:
-                results[row] = _not_finite(choices.dtype)
-        return results
+    @torch.inference_mode()
+    def _compute(self, plan: StepPlan, prepared: PreparedStep) -> LaunchedStep:
+        """Move pages, run the model, choose tokens: what a device does in the order in which it is asked to."""
+        staged, graphed = prepared
+        inputs = staged.inputs
+        self._transfers.await_upload()
+        self._move_pages(plan.moves)
+        if graphed is None:
+            inputs.carry(inputs.input_ids, self._chosen)
+            logits = self._forward(inputs)
+        else:
+            logits = graphed.run(staged, self._chosen)
+        choices = logits[: sum(map(len, inputs.result_rows)), : self._num_tokens]
+        chosen = sample(choices, inputs.sampling)
+        results = [chosen, torch.isfinite(choices.amax(dim=-1))]
+        if inputs.scoring is not None:
+            results += inputs.scoring.score(logits, chosen, self._num_tokens)
+        launched = LaunchedStep(plan, inputs, self._transfers.fetch(results), logits.dtype)
+        self._chosen = chosen  # only now: a step that fails is launched again, behind the same one
+        return launched
+
+    def _advance(self, plan: StepPlan, prepared: PreparedStep) -> None:
+        """Take note of a step that was launched; the next one has other buffers, if there are more than one set."""
+        items = (item for item in plan.items if item.num_results)
+        rows = prepared.staged.inputs.result_rows
+        self._rows = {item.request: of_item.stop - 1 for item, of_item in zip(items, rows, strict=True)}
+        self._graphed = [*self._graphed[1:], *self._graphed[:1]]
 
     def _move_pages(self, moves: Moves) -> None:
         """Carry out a step's copies between cache and host, all pages of a direction in one transfer, only once."""
         stores = ((self.key_pages, self.host_key_pages), (self.value_pages, self.host_value_pages))
         if moves.out:
-            pages = torch.tensor(moves.out.cache_pages, device=self.key_pages.device)
             for cache, host in stores:
-                host[moves.out.host_pages] = cache.index_select(0, pages).to(host.device)
+                self._transfers.page_out(cache, host, moves.out)
             moves.out.clear()
         if moves.back:
-            pages = torch.tensor(moves.back.cache_pages, device=self.key_pages.device)
             for cache, host in stores:
-                cache.index_copy_(0, pages, host[moves.back.host_pages].to(cache.device))
+                self._transfers.page_in(cache, host, moves.back)
             moves.back.clear()
 
     def _forward(self, inputs: StepInputs) -> Tensor:
@@ -152,9 +185,3 @@ class ModelRunner:
         )
         logits: Tensor = output.logits[0]
         return logits
-
-
-def _not_finite(dtype: torch.dtype) -> RowError:
-    name = str(dtype).removeprefix("torch.")
-    way_out = "the weights are damaged, or not of this model" if dtype == torch.float32 else "try --dtype float32"
-    return RowError("non_finite_logits", f"the model's logits are not finite in {name}: {way_out}")

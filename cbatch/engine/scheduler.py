@@ -1,7 +1,9 @@
 """Decides at every step which requests compute how many tokens, and what the sampled tokens mean for them.
 
-The engine calls `add`, and once per step `schedule` and `update`. The scheduler alone writes requests. A step touches
-the requests of its batch and a bounded number of waiting ones, however many wait.
+The engine calls `add`, and once per step `schedule`, `launch` and `update`. Between the latter two a step is in flight,
+and further ones may be scheduled: each of its requests that samples has a token to come, which counts wherever only
+positions matter. The scheduler alone writes requests. A step touches the requests of its batch and a bounded number of
+waiting ones, however many wait.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class Scheduler:
         self._safety_margin = safety_margin  # share of the cache that is kept from new requests
         self.waiting: deque[Request] | PrefixGroupQueue = deque()
         self.active: list[Request] = []  # in the order in which they were admitted
+        self.num_in_flight = 0  # steps
 
     def order_active(self) -> Iterable[Request]:
         """Give the active requests in the order in which they get the step's budget: who generates before prompts."""
@@ -60,11 +63,12 @@ class Scheduler:
 
     def num_tokens_within_budget(self, request: Request, plan: StepPlan) -> int:
         """Count the uncomputed tokens of `request` that still fit a `plan`: all, a chunk, or none."""
-        return min(len(request.token_ids) - request.num_computed_tokens, self.limits.max_batch_tokens - plan.num_tokens)
+        num_uncomputed = len(request.token_ids) + request.num_pending - request.num_computed_tokens
+        return min(num_uncomputed, self.limits.max_batch_tokens - plan.num_tokens)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.active)
+        return bool(self.waiting or self.active or self.num_in_flight)
 
     def add(self, request: Request) -> None:
         """Queue a request that the cache can hold."""
@@ -79,44 +83,55 @@ class Scheduler:
         return dropped
 
     def abandon(self) -> None:
-        """Forget all requests and free what they hold."""
+        """Forget all requests, and the steps in flight, and free what they hold."""
         for request in self.active:
             self.cache.release(request)
         for request in self.waiting:
             self.offload.forget(request)
         self.active = []
         self.waiting.clear()
+        self.num_in_flight = 0
 
     def schedule(self, now: float) -> StepPlan:
-        """Choose the next step; `now` in monotonic seconds. Empty only if there is no work."""
+        """Choose the next step; `now` in monotonic seconds.
+
+        Empty only if there is no work, or none before the results of a step in flight are there.
+        """
         plan = StepPlan()
+        if self.num_in_flight and self._most_wait():
+            return plan
         starved = self._schedule_requests(self.order_active(), plan)
         # What starves needs the blocks more than what waits, and both more than drafts.
         if not starved and self.waiting:
             self._admit_waiting(plan)
         if not starved and plan.num_tokens < self.limits.max_tokens_with_drafts:
             add_drafts(plan, self.limits, self.cache, len(self.active))
-        while starved:
-            # Where a batch stands, only the starved move: those in it keep their cache.
-            self._move_out_newest(set(starved if plan.items else self.active), plan)
+        # Where a batch stands, only the starved move: those in it keep their cache.
+        while starved and self._move_out_newest(set(starved if plan.items else self.active), plan):
             rest = starved if plan.items else self.order_active()
             starved = self._schedule_requests([r for r in rest if r.status is not RequestStatus.PENDING], plan)
-        if not plan.items:
+        if not plan.items and not starved:
             self._admit_waiting(plan)
         for item in plan.items:
             if item.request.scheduled_at is None:
                 item.request.scheduled_at = now
         return plan
 
-    def num_filled(self, plan: StepPlan) -> dict[Request, int]:
-        """Count the tokens that each active request has in its blocks once `plan` has run, drafts left out."""
-        filled = {request: request.num_computed_tokens for request in self.active}
+    def launch(self, plan: StepPlan) -> None:
+        """Book that a step runs: what it computes counts as computed from now on, and its tokens are to come."""
+        self.num_in_flight += 1
         for item in plan.items:
-            filled[item.request] = item.num_computed_before + item.num_tokens - len(item.drafts)
-        return filled
+            request = item.request
+            request.num_computed_tokens = item.num_computed_before + item.num_tokens - len(item.drafts)
+            request.num_in_flight += 1
+            request.num_pending += item.num_results > 0
+
+    def num_filled(self) -> dict[Request, int]:
+        """Count the tokens that each active request has in its blocks once what was launched has run, drafts aside."""
+        return {request: request.num_computed_tokens for request in self.active}
 
     def halve(self, plan: StepPlan) -> StepPlan:
-        """Halve the step's token limit, for good, and give what of a `plan` that did not run is within it.
+        """Halve the step's token limit, for good, and give what of a `plan` that was not launched is within it.
 
         The blocks of the rest are theirs already and serve a later step; the moves are those of `plan`.
         """
@@ -128,17 +143,27 @@ class Scheduler:
         return smaller
 
     def update(self, plan: StepPlan, results: Sequence[Results], now: float) -> list[FinishedRequest]:
-        """Book the step's results: tokens or a failure for each request that samples, in plan order."""
+        """Book the results of the step that was launched first: tokens or a failure for each request that samples.
+
+        They are in plan order. Of a request that an earlier step ended this one leaves nothing.
+        """
         finished: list[FinishedRequest] = []
+        self.num_in_flight -= 1
         left = iter(results)
         for item in plan.items:
             request = item.request
+            request.num_in_flight -= 1
+            of_item = next(left) if item.num_results else []
+            request.num_pending -= item.num_results > 0
+            if request.status is RequestStatus.FINISHED:
+                continue
             if not item.num_results:
                 self._book_computed(item, item.num_tokens)
                 request.status = RequestStatus.PREFILLING
                 continue
-            outcome, num_taken = self._take(request, next(left), now)
+            outcome, num_taken = self._take(request, of_item, now)
             # Each token but the last was a draft, and has its KV: what is behind them is overwritten by what comes.
+            request.num_computed_tokens += num_taken - 1
             self._book_computed(item, item.num_tokens - len(item.drafts) + num_taken - 1)
             if outcome is None:
                 request.status = RequestStatus.DECODING
@@ -197,12 +222,20 @@ class Scheduler:
         self.waiting.extendleft(reversed(deferred))
 
     def _split_active(self) -> tuple[list[Request], list[Request]]:
-        """Tell the active requests that lack one token's KV from those that lack more."""
+        """Tell the active requests that lack one token's KV from those that lack more; who must wait is neither."""
         decodes: list[Request] = []
         prefills: list[Request] = []
         for request in self.active:
-            (decodes if len(request.token_ids) - request.num_computed_tokens == 1 else prefills).append(request)
+            if request.num_in_flight and request.awaits_results:
+                continue
+            num_uncomputed = len(request.token_ids) + request.num_pending - request.num_computed_tokens
+            (decodes if num_uncomputed == 1 else prefills).append(request)
         return decodes, prefills
+
+    def _most_wait(self) -> bool:
+        """Tell whether most active requests need results first: a step of the others takes as long as one of all."""
+        going_on = [request for request in self.active if not request.is_ending]
+        return 2 * sum(request.awaits_results for request in going_on) >= len(going_on) > 0
 
     def _blocks_promised(self) -> list[int]:
         """Count per allocator the blocks that active requests still need for the tokens expected of them."""
@@ -232,26 +265,33 @@ class Scheduler:
         num_pages = self.cache.num_pages_read(request, before + num_tokens)
         if plan.num_pages_read + num_pages > limits.max_pages_read:
             return None
-        return ScheduledRequest(request, num_tokens, before, num_pages)
+        reaches_end = before + num_tokens == len(request.token_ids) + request.num_pending
+        return ScheduledRequest(request, num_tokens, before, num_pages, int(reaches_end))
 
     def _put(self, plan: StepPlan, share: ScheduledRequest) -> None:
         request, num_tokens, num_pages = share.request, share.num_tokens, share.num_pages_read
         plan.items.append(share)
         plan.num_tokens += num_tokens
-        if request.status is RequestStatus.DECODING:
+        if request.status is RequestStatus.DECODING or request.num_pending:
             plan.num_decode_tokens += num_tokens
         plan.num_logits += num_tokens if request.logprobs is not None and request.scores_prompt else 1
         plan.num_pages_read += num_pages
 
-    def _move_out_newest(self, candidates: set[Request], plan: StepPlan) -> None:
-        """Send the one of `candidates` that was admitted last back to the head of the queue."""
+    def _move_out_newest(self, candidates: set[Request], plan: StepPlan) -> bool:
+        """Send the one of `candidates` that was admitted last back to the head of the queue.
+
+        Tell whether that could be done: not while a step in flight computes it, or may yet make room.
+        """
         newest = next(r for r in reversed(self.active) if r in candidates)
+        if newest.num_in_flight or (self.num_in_flight and not plan.items):
+            return False
         # The cache holds any request alone. Only where attention types share it can the last one starve, its blocks
         # scattered over chunks that others left: then it moves too, and packs them anew.
         assert len(self.active) > 1 or len(self.cache.allocators) > 1, "the last active request starves"
         self.active.remove(newest)
         self.offload.move_out(newest, plan.moves)
         self.waiting.appendleft(newest)
+        return True
 
     # Booking
 
@@ -263,14 +303,13 @@ class Scheduler:
         request.num_ever_computed = max(request.num_ever_computed, request.num_computed_tokens)
 
     def _book_computed(self, item: ScheduledRequest, num_tokens: int) -> None:
-        """Book `num_tokens` of an item as computed; the drafts among them are the request's own tokens by now."""
+        """Count `num_tokens` of an item as computed; the drafts among them are the request's own tokens by now."""
         request, before = item.request, item.num_computed_before
-        request.num_computed_tokens = before + num_tokens
         new = max(0, before + num_tokens - request.num_ever_computed)
         request.computed_tokens += new
         request.recomputed_tokens += num_tokens - new
         request.num_ever_computed += new
-        self.cache.commit(request, before)
+        self.cache.commit(request, before, before + num_tokens)
 
     def _take(self, request: Request, results: Results, now: float) -> tuple[Stop | RowError | None, int]:
         """Give a request its tokens; return what ends it, if anything does, and how many of the results it took."""

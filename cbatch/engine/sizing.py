@@ -44,11 +44,19 @@ class StepFootprint:
 
 
 def step_footprint(
-    shape: ModelShape, dtype: torch.dtype, *, max_batch_tokens: int, max_requests: int, max_context: int, gathers: bool
+    shape: ModelShape,
+    dtype: torch.dtype,
+    *,
+    max_batch_tokens: int,
+    max_requests: int,
+    max_context: int,
+    gathers: bool,
+    num_buffers: int = 1,
 ) -> StepFootprint:
     """Add up what a pass of the largest batch holds at once, none of whose contexts is longer than `max_context`.
 
-    `gathers` tells whether attention copies the context out of the pages, as the reference does.
+    `gathers` tells whether attention copies the context out of the pages, as the reference does; there are
+    `num_buffers` sets of what a pass reads and gives.
     """
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     in_attention = 2 * shape.hidden_size + 3 * heads  # residual, normed; q, k, v, rotated and once more in between
@@ -61,8 +69,8 @@ def step_footprint(
         activations=max_batch_tokens * max(in_attention, in_mlp) * dtype.itemsize,
         attention=gathered + scores if gathers else 0,
         # As the model gives them, and a copy in float32 that sampling changes.
-        logits=num_logits * (dtype.itemsize + torch.float32.itemsize) + drawn * DRAWING_BYTES,
-        index_tensors=INDEX_TENSORS * max_batch_tokens * torch.int64.itemsize,
+        logits=num_logits * (num_buffers * dtype.itemsize + torch.float32.itemsize) + drawn * DRAWING_BYTES,
+        index_tensors=num_buffers * INDEX_TENSORS * max_batch_tokens * torch.int64.itemsize,
     )
 
 

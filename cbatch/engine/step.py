@@ -1,12 +1,13 @@
-"""What a step is: its limits, its plan, and what it ends. Written by the scheduler, read by all who run steps."""
+"""What a step is: its limits, its plan, its results, and what it ends. Written by the scheduler and by who runs it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from cbatch.engine.offload import Moves
 from cbatch.engine.request import Request
+from cbatch.engine.speculation import Results
 from cbatch.engine.stopping import Stop
 from cbatch.errors import RowError
 
@@ -28,16 +29,10 @@ class ScheduledRequest(NamedTuple):  # made for every request of every step, whi
     num_tokens: int
     num_computed_before: int
     num_pages_read: int = 0
+    # Rows of logits that tell a token: none until the request's last token is computed. That one's logits give the
+    # next token, and a draft's the token behind it.
+    num_results: int = 0
     drafts: tuple[int, ...] = ()
-
-    @property
-    def num_results(self) -> int:
-        """Count the rows of logits that tell a token: none until the request's last token is computed.
-
-        That one's logits give the next token, and a draft's the token behind it.
-        """
-        num_reached = self.num_computed_before + self.num_tokens - len(self.drafts)
-        return 1 + len(self.drafts) if num_reached == len(self.request.token_ids) else 0
 
 
 @dataclass(slots=True)
@@ -56,6 +51,24 @@ class StepPlan:
         """Count the pairs of a prompt's query token and a token that it attends to."""
         shares = ((i.num_tokens, i.num_computed_before) for i in self.items if i.num_tokens > 1 and not i.drafts)
         return sum(count * before + count * (count + 1) // 2 for count, before in shares)
+
+
+class RunningStep(Protocol):
+    """A step that was launched."""
+
+    def collect(self) -> list[Results]:
+        """Wait for it; give tokens or a failure for each request that samples, in plan order. Called once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """A step whose results were there as soon as it was launched."""
+
+    results: list[Results]
+
+    def collect(self) -> list[Results]:
+        """Give them."""
+        return self.results
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from cbatch.engine.engine import Engine
 from cbatch.engine.logprobs import part_of_prompt
 from cbatch.engine.plan import EnginePlan
 from cbatch.engine.request import Prompt
-from cbatch.engine.speculation import Results
-from cbatch.engine.step import ScheduledRequest, StepPlan
+from cbatch.engine.step import ComputedStep, ScheduledRequest, StepPlan
 from cbatch.models.outline import ModelOutline
 from cbatch.simulate.cost import CostModel
 
@@ -28,7 +27,7 @@ class DryRunner:
     tokens_per_page: float = 0.0  # of a page of one layer, in tokens of the whole model
     seconds: float = 0.0  # that the steps would have taken, where their cost is known
 
-    def run(self, plan: StepPlan) -> list[Results]:
+    def launch(self, plan: StepPlan) -> ComputedStep:
         """Give every request that samples its token."""
         for item in plan.items:
             if item.request.scores_prompt:
@@ -37,7 +36,7 @@ class DryRunner:
             self.seconds += self.cost.step_s(
                 plan.num_tokens, plan.num_pages_read * self.tokens_per_page, len(plan.items), plan.num_pairs
             )
-        return [[_own_token(item)] for item in plan.items if item.num_results]
+        return ComputedStep([[_own_token(item)] for item in plan.items if item.num_results])
 
 
 def _own_token(item: ScheduledRequest) -> int:

@@ -110,7 +110,7 @@ class Repeater:
             request.token_times.extend(ended)
             request.num_computed_tokens = request.num_ever_computed = before + count
             request.computed_tokens += count
-            self._cache.commit(request, before)
+            self._cache.commit(request, before, before + count)
 
 
 def _count_places(requests: list[Request], size: int) -> list[int]:

@@ -97,13 +97,16 @@ class Simulator:
         kv_tokens = self._kv_tokens(plan)
         duration = self._duration(plan, kv_tokens)
         ended = self._now = began + duration
-        load = self._cache.load(self._scheduler.num_filled(plan)) if self._recorder is not None else None
+        self._scheduler.launch(plan)
+        load = self._cache.load(self._scheduler.num_filled()) if self._recorder is not None else None
+        changes = self._recorder.changes(self._scheduler.active, began) if self._recorder is not None else []
         self._tally.count_step(began, duration, len(plan.items), self._cache.usage)
         finished = self._scheduler.update(plan, [[SAMPLED]] * len(plan.items), ended)
         if finished:
             self._tally.count_finished(finished)
         if self._recorder is not None and load is not None:
-            self._recorder.record(self._scheduler, plan, load, finished, StepTimes(began, began, ended, ended))
+            times = StepTimes(began, began, ended, ended)
+            self._recorder.record(self._scheduler, plan, load, finished, times, changes)
             return
         for step in self._repeater.repeat(plan, kv_tokens, ended, next_arrival, SAMPLED):
             self._tally.count_step(step.began, step.duration, len(plan.items), step.usage)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
+
+from cbatch_kernels.upload import to_device
 
 HostLengths = npt.NDArray[np.int32]
 
@@ -55,8 +56,8 @@ class PagedMetadata:
         np.cumsum(query_lens, out=cumulative[1:])
         device = block_tables.device
         return cls(
-            cu_seqlens_q=torch.from_numpy(cumulative).to(device),
-            context_lens=torch.from_numpy(context_lens.astype(np.int32)).to(device),
+            cu_seqlens_q=to_device(cumulative, device),
+            context_lens=to_device(context_lens.astype(np.int32), device),
             block_tables=block_tables,
             query_lens_host=query_lens,
             context_lens_host=context_lens,
@@ -64,6 +65,6 @@ class PagedMetadata:
             num_query_tokens=int(cumulative[-1]),
             max_query_len=int(query_lens.max()),
             max_context_len=int(context_lens.max()),
-            context_starts=None if context_starts is None else torch.from_numpy(context_starts).to(device),
+            context_starts=None if context_starts is None else to_device(context_starts, device),
             context_starts_host=context_starts,
         )

@@ -55,7 +55,7 @@ def raising(error: BaseException) -> object:
         ([*ARGUMENTS, "--page-size"], "'--page-size' requires an argument"),
         ([*ARGUMENTS, "--page-size", "none"], "--page-size must be a whole number"),
         ([*ARGUMENTS, "--gpu-memory-utilization", "0.9"], "No such option: --gpu-memory-utilization"),
-        ([*ARGUMENTS, "--use-async-batching"], "No such option: --use-async-batching"),
+        ([*ARGUMENTS, "--data-parallel-size", "2"], "No such option: --data-parallel-size"),
         ([*ARGUMENTS, "--quiet=yes"], "does not take a value"),
         ([*ARGUMENTS, "--config", "gone.toml"], "--config gone.toml: No such file or directory"),
         ([*ARGUMENTS, "--stop", "\udcff"], "--stop must be"),

@@ -7,19 +7,21 @@ shared block, a wrong table, a slot never written or freed too early all show at
 
 from __future__ import annotations
 
+import random
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cbatch.config import SamplingParams
-from cbatch.engine.cache.allocator import CacheAllocator
+from cbatch.engine.cache.allocator import CacheAllocator, ReadWindow
 from cbatch.engine.cache.full import FullAttentionCacheAllocator
 from cbatch.engine.cache.manager import CacheManager
 from cbatch.engine.cache.pool import NUM_RESERVED_CHUNKS, CachePool
 from cbatch.engine.cache.sliding import SlidingAttentionCacheAllocator
 from cbatch.engine.cache.store import BlockStore
 from cbatch.engine.modes import CHUNKED, MODES, Mode
+from cbatch.engine.offload import PageCopies
 from cbatch.engine.request import Prompt, Request, RequestStatus
 from cbatch.engine.speculation import Results, accept
 from cbatch.engine.step import FinishedRequest, ScheduledRequest, StepLimits, StepPlan
@@ -85,6 +87,34 @@ def completion(token_ids: Sequence[int], max_tokens: int, *, eos: bool = False) 
 
 
 @dataclass
+class FakeItem:
+    """An item of a plan, with what the host knew of its request when the step was launched."""
+
+    item: ScheduledRequest
+    known: list[int]  # tokens up to the last one that the step computes, but for one that was not known
+    windows: list[ReadWindow]
+
+
+@dataclass
+class FakeStep:
+    """A step that was launched. It is computed when it is collected, as late as can be."""
+
+    runner: FakeRunner
+    items: list[FakeItem]
+    kept: set[int]  # pages whose content means something
+    out: PageCopies
+    back: PageCopies
+    held: set[int] | None = None  # pages of the host that hold anything behind it, where somebody knows
+
+    def collect(self) -> list[Results]:
+        assert self.runner.in_flight.popleft() is self, "steps run in the order in which they were launched"
+        results = self.runner.compute(self)
+        if self.held is not None:
+            self.runner.keep_on_host(self.held)
+        return results
+
+
+@dataclass
 class FakeRunner:
     """Computes steps with the toy model over a KV store of fingerprints."""
 
@@ -93,74 +123,114 @@ class FakeRunner:
     num_computed: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_carried: int = 0  # tokens that were not known when the step that computes them was launched
+    in_flight: deque[FakeStep] = field(default_factory=deque)
     _pages: dict[int, list[object]] = field(default_factory=dict)
     _host_pages: dict[int, list[object]] = field(default_factory=dict)
+    _chosen: dict[Request, int] = field(default_factory=dict)  # by the last step that ran
 
     def run(self, plan: StepPlan) -> list[Results]:
-        out, back = plan.moves.out, plan.moves.back
-        for page, host_page in zip(out.cache_pages, out.host_pages, strict=True):
+        return self.launch(plan).collect()
+
+    def launch(self, plan: StepPlan) -> FakeStep:
+        """Take note of all that may be different by the time the step runs."""
+        shared = self._shared_pages()
+        assert not shared.intersection(plan.moves.back.cache_pages), "copies back what is in the cache"
+        step = FakeStep(
+            self,
+            [self._look_at(item) for item in plan.items],
+            self._pages_in_use(),
+            PageCopies(list(plan.moves.out.cache_pages), list(plan.moves.out.host_pages)),
+            PageCopies(list(plan.moves.back.cache_pages), list(plan.moves.back.host_pages)),
+        )
+        self.in_flight.append(step)
+        return step
+
+    def compute(self, step: FakeStep) -> list[Results]:
+        for page, host_page in zip(step.out.cache_pages, step.out.host_pages, strict=True):
             assert host_page not in self._host_pages, "overwrites what has not come back"
             self._host_pages[host_page] = list(self._pages[page])
-        self._poison_free_pages()
-        shared = self._shared_pages()
-        for page, host_page in zip(back.cache_pages, back.host_pages, strict=True):
-            assert page not in shared, "copies back what is in the cache"
+        # Lose the content of every block that is neither in a table nor findable.
+        self._pages = {page: held for page, held in self._pages.items() if page in step.kept}
+        for page, host_page in zip(step.back.cache_pages, step.back.host_pages, strict=True):
             self._pages[page] = list(self._host_pages[host_page])
-        for item in plan.items:
-            self._write(item)
-        for item in plan.items:
-            self._check_context(item)
-        return [self._sample(item) for item in plan.items if item.num_results]
+        tokens = {seen.item.request: self._tokens(seen) for seen in step.items}
+        for seen in step.items:
+            self._write(seen, tokens[seen.item.request])
+        for seen in step.items:
+            self._check_context(seen, tokens[seen.item.request])
+        self._chosen = {}
+        return [self._sample(seen.item, tokens[seen.item.request]) for seen in step.items if seen.item.num_results]
+
+    def _look_at(self, item: ScheduledRequest) -> FakeItem:
+        request, start, stop = item.request, item.num_computed_before, item.num_computed_before + item.num_tokens
+        known = step_tokens(item)
+        assert len(known) in (stop, stop - 1), "at most one token is to come"
+        windows = []
+        for allocator, table in zip(self.cache.allocators, request.tables, strict=True):
+            window = allocator.read_window(table, start, stop)
+            assert len(window.blocks) == allocator.num_blocks_read(start, stop)
+            windows.append(ReadWindow(list(window.blocks), window.start))
+            if isinstance(allocator, FullAttentionCacheAllocator):
+                for block in window.blocks[start // allocator.page_size :]:
+                    assert allocator.ref_count(block) == 1, "writes into a block that another request reads"
+                    assert not allocator.index.holds(block), "writes into a block that others may find"
+        return FakeItem(item, known, windows)
+
+    def _tokens(self, seen: FakeItem) -> list[int]:
+        """All tokens up to the last one that a step computes; what was not known is what the step before chose."""
+        if len(seen.known) == seen.item.num_computed_before + seen.item.num_tokens:
+            return seen.known
+        self.num_carried += 1
+        return [*seen.known, self._chosen[seen.item.request]]
 
     def keep_on_host(self, host_pages: set[int]) -> None:
         """Lose every other page of the host's."""
         assert host_pages <= self._host_pages.keys()
         self._host_pages = {page: held for page, held in self._host_pages.items() if page in host_pages}
 
-    def _sample(self, item: ScheduledRequest) -> Results:
+    def _sample(self, item: ScheduledRequest, tokens: list[int]) -> Results:
         request = item.request
+        own = tokens[: len(tokens) - len(item.drafts)]
         results: Results = []
         for i in range(item.num_results):
-            failed = self.failing.get(request.request_id) == request.num_generated + i
+            failed = self.failing.get(request.request_id) == len(own) - request.num_prompt_tokens + i
             failure = RowError("failed", "as the test wants it")
-            results.append(failure if failed else toy_model([*request.token_ids, *item.drafts[:i]]))
+            results.append(failure if failed else toy_model([*own, *item.drafts[:i]]))
         taken = accept(item.drafts, results)
+        self._chosen[request] = taken[-1] if isinstance(taken[-1], int) else VOCAB_SIZE
         self.num_drafted += len(item.drafts)
         self.num_accepted += len(taken) - 1
         return taken
 
-    def _write(self, item: ScheduledRequest) -> None:
-        request, start, stop = item.request, item.num_computed_before, item.num_computed_before + item.num_tokens
+    def _write(self, seen: FakeItem, tokens: list[int]) -> None:
+        item = seen.item
+        start, stop = item.num_computed_before, item.num_computed_before + item.num_tokens
         self.num_computed += item.num_tokens
-        values = fingerprints(step_tokens(item))
-        for allocator, table in zip(self.cache.allocators, request.tables, strict=True):
+        values = fingerprints(tokens)
+        for allocator, window in zip(self.cache.allocators, seen.windows, strict=True):
             size = allocator.page_size
-            window = allocator.read_window(table, start, stop)
             for position in range(start, stop):
                 block = window.blocks[(position - window.start) // size]
-                if isinstance(allocator, FullAttentionCacheAllocator):
-                    assert allocator.ref_count(block) == 1, "writes into a block that another request reads"
-                    assert not allocator.index.holds(block), "writes into a block that others may find"
                 for layer, page in zip(allocator.layers, self.pages_of(block, len(allocator.layers)), strict=True):
                     self._pages.setdefault(page, [None] * size)[position % size] = (layer, values[position])
 
-    def _check_context(self, item: ScheduledRequest) -> None:
+    def _check_context(self, seen: FakeItem, tokens: list[int]) -> None:
+        item = seen.item
         request, start, stop = item.request, item.num_computed_before, item.num_computed_before + item.num_tokens
-        values = fingerprints(step_tokens(item))
-        for allocator, table in zip(self.cache.allocators, request.tables, strict=True):
+        values = fingerprints(tokens)
+        for allocator, window in zip(self.cache.allocators, seen.windows, strict=True):
             size = allocator.page_size
-            window = allocator.read_window(table, start, stop)
-            assert len(window.blocks) == allocator.num_blocks_read(start, stop)
             first = 0
             if isinstance(allocator, SlidingAttentionCacheAllocator):
                 first = max(0, start + 1 - allocator._window)
             assert window.start <= first
             for i, block in enumerate(window.blocks):
                 begin = window.start + i * size
-                seen = slice(max(0, first - begin), min(size, stop - begin))
-                expected = values[begin : begin + size][seen]
+                seen_slots = slice(max(0, first - begin), min(size, stop - begin))
+                expected = values[begin : begin + size][seen_slots]
                 for layer, page in zip(allocator.layers, self.pages_of(block, len(allocator.layers)), strict=True):
-                    held = self._pages.get(page, [])[seen]
+                    held = self._pages.get(page, [])[seen_slots]
                     assert held == [(layer, value) for value in expected], f"block {i} of {request.request_id} is wrong"
 
     def pages_of(self, block: int, num_layers: int) -> list[int]:
@@ -178,17 +248,18 @@ class FakeRunner:
             for page in self.pages_of(block, len(allocator.layers))
         }
 
-    def _poison_free_pages(self) -> None:
-        """Lose the content of every block that is neither in a table nor findable."""
-        kept: set[int] = set()
-        for allocator in self.cache.allocators:
-            for block in _blocks_in_use(allocator):
-                kept.update(self.pages_of(block, len(allocator.layers)))
-        self._pages = {page: held for page, held in self._pages.items() if page in kept}
+    def _pages_in_use(self) -> set[int]:
+        """The pages of every block that is in a table or findable."""
+        return {
+            page
+            for allocator in self.cache.allocators
+            for block in _blocks_in_use(allocator)
+            for page in self.pages_of(block, len(allocator.layers))
+        }
 
 
 def step_tokens(item: ScheduledRequest) -> list[int]:
-    """All tokens of a request up to the last one that a step computes, drafts included."""
+    """All known tokens of a request up to the last one that a step computes, drafts included."""
     num_own = item.num_computed_before + item.num_tokens - len(item.drafts)
     return [*item.request.token_ids[:num_own], *item.drafts]
 
@@ -263,6 +334,12 @@ def _check_shared(page_size: int, type_index: int, requests: Sequence[Request]) 
             assert all(request.num_computed_tokens >= end == len(request.token_ids[:end]) for request, end in held)
 
 
+def what_is_told_of(request: Request) -> tuple[object, ...]:
+    """All that an output says of a request."""
+    counts = (request.cached_tokens, request.computed_tokens, request.recomputed_tokens, request.preemptions)
+    return (*request.token_ids, *request.token_times, *counts)
+
+
 @dataclass
 class Harness:
     """A scheduler driven step by step over the fake runner, everything checked at every step."""
@@ -274,7 +351,10 @@ class Harness:
     safety_margin: float = 0.0
     num_host_pages: int = 0
     mode: Mode = MODES[CHUNKED]
+    most_in_flight: int = 0  # steps, while the next results are waited for
+    drains: random.Random | None = None  # now and then, all that is in flight is waited for
     num_steps: int = 0
+    num_dropped: int = 0  # tokens that were computed for requests that had ended
     num_soft_resets: int = 0
     num_offloads: int = 0
     num_restores: int = 0
@@ -291,6 +371,8 @@ class Harness:
         self.runner = FakeRunner(self.cache, self.failing)
         self._requests: dict[int, Request] = {}
         self._started: dict[int, float] = {}
+        self._in_flight: deque[tuple[StepPlan, FakeStep]] = deque()
+        self._left_as: dict[Request, tuple[object, ...]] = {}
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -298,7 +380,10 @@ class Harness:
             self.scheduler.add(request)
 
     def step(self) -> StepPlan:
-        """Schedule, run, update; the time is the number of the step, and half a step later when it has run."""
+        """Schedule, launch, update; the time is the number of the step, and half a step later when it has run."""
+        if self.drains is not None and len(self._in_flight) > 0 and self.drains.random() < 0.3:
+            self._finish()
+            return StepPlan()
         plan = self.scheduler.schedule(float(self.num_steps))
         self.num_steps += 1
         self.num_soft_resets += plan.moves.num_soft_resets
@@ -306,37 +391,53 @@ class Harness:
         self.num_restores += plan.moves.num_restores
         self._check_plan(plan)
         check_cache(self.cache, list(self._requests.values()))
-        sampled = self.runner.run(plan)
-        self._check_host_pages()
+        if plan.items:
+            running = self.runner.launch(plan)
+            running.held = self._pages_on_host()
+            self._in_flight.append((plan, running))
+            self.scheduler.launch(plan)
+        if not plan.items or len(self._in_flight) > self.most_in_flight:
+            self._finish()
+        return plan
+
+    def _finish(self) -> None:
+        """Collect and book the oldest step."""
+        plan, running = self._in_flight.popleft()
+        sampled = running.collect()
+        ended = [item for item in plan.items if item.request.status is RequestStatus.FINISHED]
+        self.num_dropped += sum(item.num_tokens for item in ended)
         finished = self.scheduler.update(plan, sampled, self.num_steps - 0.5)
         for request in (f.request for f in finished):
             assert request.status is RequestStatus.FINISHED
             del self._requests[request.request_id]
+            self._left_as[request] = what_is_told_of(request)
         self.finished += finished
         check_cache(self.cache, list(self._requests.values()))
-        return plan
 
     def run(self, max_steps: int = 10_000) -> list[FinishedRequest]:
         """Step until nothing is left."""
         while self.scheduler.has_work:
             assert self.num_steps < max_steps, "no end in sight"
             self.step()
+        assert not self._in_flight
+        assert all(what_is_told_of(request) == left for request, left in self._left_as.items()), "changed afterwards"
         # Nothing computes, so nothing may be waited for, and nothing is owned.
         assert not self.cache._in_flight
         assert self.cache.usage == 0
         assert self.num_offloads == self.num_restores
         return self.finished
 
-    def _check_host_pages(self) -> None:
-        """Every host page is free or some waiting request's."""
+    def _pages_on_host(self) -> set[int]:
+        """Every host page is free or some waiting request's; give the latter."""
         offload = self.scheduler.offload
         held = [page for request in self._requests.values() for page in request.host_pages]
         assert sorted([*held, *offload._free]) == list(range(self.num_host_pages))
         assert all(request in self.scheduler.waiting for request in self._requests.values() if request.host_pages)
-        self.runner.keep_on_host(set(held))
+        return set(held)
 
     def _check_plan(self, plan: StepPlan) -> None:
-        assert plan.items, "requests are there and none runs"
+        assert plan.items or self._in_flight, "requests are there and none runs"
+        assert plan.items or not (plan.moves.out or plan.moves.back), "nobody would copy them"
         active = self.scheduler.active
         requests = [item.request for item in plan.items]
         assert len(set(requests)) == len(requests) <= len(active) <= self.limits.max_requests_per_batch

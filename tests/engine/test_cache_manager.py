@@ -86,9 +86,10 @@ class CacheMachine(RuleBasedStateMachine):
             assert request.tables == [table]
             assert -(-(before + num_tokens) // self.page_size) - len(table) > free
             return
-        sampled = self.runner.run(StepPlan([ScheduledRequest(request, num_tokens, before)]))
+        reaches_end = num_tokens == request.num_uncomputed
+        sampled = self.runner.run(StepPlan([ScheduledRequest(request, num_tokens, before, num_results=reaches_end)]))
         request.num_computed_tokens += num_tokens
-        self.cache.commit(request, before)
+        self.cache.commit(request, before, before + num_tokens)
         if sampled:
             request.token_ids.append(toy_model(request.token_ids) % 2)
 
@@ -183,5 +184,5 @@ def test_sharing_is_off_where_not_every_attention_type_can_share() -> None:
         assert request.num_computed_tokens == 0
         assert cache.extend(request, 9)
         request.num_computed_tokens = 9
-        cache.commit(request, 0)
+        cache.commit(request, 0, 9)
         cache.release(request)

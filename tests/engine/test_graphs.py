@@ -44,7 +44,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return load_tiny(build_tiny(request.param, tmp_path_factory.mktemp(request.param)))
 
 
-def replay(engine: Engine, device: Recorder, *, rows: int = 4, blocks: int = 64) -> None:
+def replay(engine: Engine, device: Recorder, *, rows: int = 4, blocks: int = 64, sets: int = 1) -> None:
     runner = engine._runner
     assert isinstance(runner, ModelRunner)
     runner.replay_on(
@@ -52,6 +52,7 @@ def replay(engine: Engine, device: Recorder, *, rows: int = 4, blocks: int = 64)
         max_rows=engine.plan.max_requests_per_batch,
         q_padding_interval_size=rows,
         kv_padding_interval_size=blocks,
+        num_sets=sets,
     )
 
 

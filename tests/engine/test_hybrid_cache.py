@@ -83,9 +83,10 @@ class HybridMachine(RuleBasedStateMachine):
             assert self.state() == before, "some allocator kept what the others had no room for"
             return
         assert self.cache.num_missing_blocks(request, stop) == [0] * len(missing)
-        sampled = self.runner.run(StepPlan([ScheduledRequest(request, stop - start, start)]))
+        reaches_end = stop == request.num_tokens
+        sampled = self.runner.run(StepPlan([ScheduledRequest(request, stop - start, start, num_results=reaches_end)]))
         request.num_computed_tokens = stop
-        self.cache.commit(request, start)
+        self.cache.commit(request, start, stop)
         if sampled:
             request.token_ids.append(toy_model(request.token_ids))
 

@@ -48,7 +48,9 @@ def watched(harness: Harness) -> Notes:
         plan = harness.step()
         load = harness.cache.load({})
         times = StepTimes(now, now + 0.1, now + 0.5, now + 0.6)
-        recorder.record(harness.scheduler, plan, load, harness.finished[before:], times)
+        finished = harness.finished[before:]
+        changes = recorder.changes([*harness.scheduler.active, *(f.request for f in finished)], now)
+        recorder.record(harness.scheduler, plan, load, finished, times, changes)
     return notes
 
 

@@ -562,7 +562,9 @@ def test_every_byte_comes_back(family: str, tmp_path: Path) -> None:
                 assert torch.equal(now, before)
             num_compared += 1
             num_shared += num_brought_back < len(found)
-        scheduler.update(plan, runner.run(plan), 0.0)
+        running = runner.launch(plan)
+        scheduler.launch(plan)
+        scheduler.update(plan, running.collect(), 0.0)
     assert num_compared > 2
     assert (num_shared > 0) == (family == "llama")
 

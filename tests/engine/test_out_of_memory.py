@@ -16,8 +16,8 @@ from cbatch.config import EngineConfig, SamplingParams
 from cbatch.engine.batch import StepInputs
 from cbatch.engine.engine import Engine
 from cbatch.engine.request import Prompt, RequestOutput
+from cbatch.engine.results import LaunchedStep
 from cbatch.engine.runner import ModelRunner
-from cbatch.engine.speculation import Results
 from cbatch.engine.step import StepPlan
 from cbatch.errors import EngineError
 from cbatch.models.inspect import inspect_model
@@ -138,9 +138,9 @@ def test_nothing_is_lost_or_doubled_whenever_it_fails(
 def fail_where_pages_move(engine: Engine, moment: str) -> list[StepPlan]:
     """Fail twice at steps that move requests out and once at one that brings some back; give the plans that ran."""
     runner, failures, ran = runner_of(engine), Counter(out=2, back=1), list[StepPlan]()
-    run_step, move_pages = runner.run, runner._move_pages
+    run_step, move_pages = runner.launch, runner._move_pages
 
-    def run_or_fail(plan: StepPlan) -> list[Results]:
+    def run_or_fail(plan: StepPlan) -> LaunchedStep:
         moves = plan.moves
         kind = "back" if moves.num_restores else "out" if moves.num_offloads + moves.num_soft_resets else "none"
         if failures[kind] > 0:
@@ -158,11 +158,11 @@ def fail_where_pages_move(engine: Engine, moment: str) -> list[StepPlan]:
                 runner.key_pages[[page for page in left if page not in in_use]] = float("nan")
                 runner.host_key_pages[read] = float("nan")
             cuda_error()
-        sampled = run_step(plan)
+        launched = run_step(plan)
         ran.append(plan)
-        return sampled
+        return launched
 
-    runner.run = run_or_fail  # type: ignore[method-assign]
+    runner.launch = run_or_fail  # type: ignore[method-assign]
     return ran
 
 

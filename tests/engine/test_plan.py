@@ -14,11 +14,11 @@ from cbatch_kernels.dispatch import AttentionChoice
 
 from cbatch.config import EngineConfig
 from cbatch.engine.memory import FreeMemory
-from cbatch.engine.plan import EnginePlan, plan_engine
+from cbatch.engine.plan import EnginePlan, check_config, plan_engine
 from cbatch.engine.policies import FifoScheduler
 from cbatch.engine.sizing import longest_context, page_bytes, step_footprint
 from cbatch.engine.step import StepLimits
-from cbatch.errors import DoesNotFitError
+from cbatch.errors import DoesNotFitError, UsageError
 from cbatch.models.inspect import ModelShape, inspect_model
 from cbatch.models.load import LoadedModel, load_model
 from cbatch.units import GIB, MIB, ceil_div
@@ -266,8 +266,62 @@ def test_the_default_page_wastes_less_than_four_percent_of_the_cache_on_chat_row
     waste: list[float] = []
     while scheduler.has_work:
         step = scheduler.schedule(0.0)
-        filled = {request: request.num_computed_tokens for request in scheduler.active}
-        filled |= {item.request: item.num_computed_before + item.num_tokens for item in step.items}
-        waste.append(scheduler.cache.waste_fraction(filled) or 0.0)
+        scheduler.launch(step)
+        waste.append(scheduler.cache.waste_fraction(scheduler.num_filled()) or 0.0)
         scheduler.update(step, [[1] for item in step.items if item.num_results], 0.0)
     assert 0.01 < sum(waste) / len(waste) < 0.04
+
+
+# Steps that run ahead of their results
+
+ON_DEVICE = AttentionChoice("Triton", "a reason", gathers=False)
+
+
+def plan_on_gpu(loaded: LoadedModel, shape: ModelShape = SMALL, **settings: object) -> EnginePlan:
+    model = replace(loaded, shape=shape, dtype=torch.bfloat16, device=torch.device("cuda"))
+    config = EngineConfig(model="tiny", **settings)  # type: ignore[arg-type]
+    return plan_engine(config, model, FreeMemory(4 * GIB, "free on the GPU"), ON_DEVICE)
+
+
+def test_steps_run_ahead_by_default_where_they_are_captured_and_drafts_are_off_then(loaded: LoadedModel) -> None:
+    plan = plan_on_gpu(loaded)
+    assert (plan.use_cuda_graph, plan.use_async_batching, plan.speculation) == (True, True, 0)
+    assert "on by default" in plan.reasons["use_async_batching"]
+    assert "before the tokens are known" in plan.reasons["speculation"]
+    assert plan_on_gpu(loaded, use_async_batching=True).reasons["use_async_batching"] == "given"
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"use_cuda_graph": False}, "off: it needs CUDA graphs"),
+        ({"speculation": True}, "off: speculation was asked for"),
+        ({"use_async_batching": False}, "given"),
+    ],
+)
+def test_steps_wait_for_results_for_a_reason(loaded: LoadedModel, settings: dict[str, object], reason: str) -> None:
+    plan = plan_on_gpu(loaded, **settings)
+    assert not plan.use_async_batching
+    assert plan.reasons["use_async_batching"] == reason
+    assert plan.speculation > 0
+
+
+def test_on_a_cpu_steps_wait_for_results_and_asking_otherwise_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:
+    plan = make_plan(loaded, SMALL, 4 * GIB)
+    assert not plan.use_async_batching
+    assert plan.reasons["use_async_batching"] == "off: it needs CUDA graphs"
+    config = EngineConfig(model=str(build_tiny("llama", tmp_path)), device="cpu")
+    shape = inspect_model(config)
+    with pytest.raises(UsageError, match="use_async_batching needs CUDA graphs, and so a CUDA device"):
+        check_config(replace(config, use_async_batching=True), shape)
+    with pytest.raises(UsageError, match="use_async_batching"):
+        check_config(replace(config, device="auto", use_async_batching=True, use_cuda_graph=False), shape)
+
+
+def test_two_sets_of_buffers_leave_less_for_the_cache(loaded: LoadedModel) -> None:
+    one, two = (plan_on_gpu(loaded, use_async_batching=on) for on in (False, True))
+    assert two.num_blocks < one.num_blocks
+    limits = {"max_batch_tokens": 1024, "max_requests": 64, "max_context": 512, "gathers": False}
+    single, double = (step_footprint(SMALL, torch.bfloat16, **limits, num_buffers=n) for n in (1, 2))  # type: ignore[arg-type]
+    assert double.index_tensors == 2 * single.index_tensors
+    assert double.logits - single.logits == 64 * SMALL.vocab_size * 2

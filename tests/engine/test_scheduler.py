@@ -12,11 +12,18 @@ import pytest
 from cbatch.engine.output import failed_output, finished_output
 from cbatch.engine.policies import FifoScheduler
 from cbatch.engine.request import Request, RequestOutput, RequestStatus
-from cbatch.engine.step import ScheduledRequest, StepLimits, StepPlan
+from cbatch.engine.scheduler import Scheduler
+from cbatch.engine.step import FinishedRequest, StepLimits, StepPlan
 from cbatch.errors import RowError
 from tests.engine.fakes import EOS, FakeRunner, Harness, completion, make_cache, make_request, toy_model
 
 AMPLE = 1_000
+
+
+def update(scheduler: Scheduler, runner: FakeRunner, plan: StepPlan) -> list[FinishedRequest]:
+    running = runner.launch(plan)
+    scheduler.launch(plan)
+    return scheduler.update(plan, running.collect(), 0.0)
 
 
 def make_harness(
@@ -273,12 +280,12 @@ def test_what_others_computed_while_a_request_was_out_counts_as_cached() -> None
     def run_until_finished(wanted: Request) -> None:
         while wanted.status is not RequestStatus.FINISHED:
             plan = scheduler.schedule(0.0)
-            scheduler.update(plan, runner.run(plan), 0.0)
+            update(scheduler, runner, plan)
 
     scheduler.add(oldest)
     scheduler.add(request)
     plan = scheduler.schedule(0.0)
-    scheduler.update(plan, runner.run(plan), 0.0)
+    update(scheduler, runner, plan)
     assert (request.computed_tokens, request.cached_tokens) == (7, 0)
     scheduler._move_out_newest({request}, StepPlan())
     scheduler.waiting.remove(request)
@@ -351,7 +358,7 @@ def test_a_step_looks_at_as_many_waiting_requests_as_it_may_run_however_many_wai
     for _ in range(100):
         before = scheduler.waiting.num_looked_at
         plan = scheduler.schedule(0.0)
-        num_finished += len(scheduler.update(plan, runner.run(plan), 0.0))
+        num_finished += len(update(scheduler, runner, plan))
         assert scheduler.waiting.num_looked_at - before <= 3 * max_requests
     assert num_finished > 100
     assert len(scheduler.waiting) > 999_000
@@ -446,9 +453,10 @@ def test_each_request_ends_by_its_own_condition() -> None:
 
 
 def test_an_items_sampling_is_decided_before_its_token_is_appended() -> None:
-    request = make_request(0, [1, 2, 3], 1)
-    assert not ScheduledRequest(request, num_tokens=2, num_computed_before=0).num_results
-    assert ScheduledRequest(request, num_tokens=2, num_computed_before=1).num_results
+    harness = make_harness(num_chunks=8, page_size=4, max_batch_tokens=2)
+    harness.add(make_request(0, [1, 2, 3], 2))
+    plans = [harness.step() for _ in range(3)]
+    assert [item.num_results for plan in plans for item in plan.items] == [0, 1, 1]
 
 
 def test_dropping_what_waits_keeps_what_has_begun() -> None:

@@ -316,7 +316,8 @@ def check_results(case: Case, harness: Harness) -> None:
         assert len(request.token_times) == len(generated)
     runner = harness.runner
     num_rejected = runner.num_drafted - runner.num_accepted
-    assert runner.num_computed == sum(r.computed_tokens + r.recomputed_tokens for r in case.requests) + num_rejected
+    num_kept = sum(r.computed_tokens + r.recomputed_tokens for r in case.requests)
+    assert runner.num_computed == num_kept + num_rejected + harness.num_dropped
     assert harness.num_soft_resets + harness.num_offloads == sum(r.preemptions for r in case.requests)
     if not harness.num_soft_resets:
         assert all(r.recomputed_tokens == 0 for r in case.requests)

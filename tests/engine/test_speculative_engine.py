@@ -15,8 +15,9 @@ import pytest
 from cbatch.config import SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.engine.request import Prompt, RequestMetrics, RequestOutput
+from cbatch.engine.results import LaunchedStep
 from cbatch.engine.runner import ModelRunner
-from cbatch.engine.speculation import PromptLookup, Results
+from cbatch.engine.speculation import PromptLookup
 from cbatch.engine.step import StepPlan
 from cbatch.models.load import LoadedModel
 from tests.engine.drafts import know
@@ -169,17 +170,17 @@ def test_a_step_that_finds_no_memory_is_tried_again_without_drafts(
 ) -> None:
     plain, prompts = calm[0][:6], make_prompts()[:6]
     know(monkeypatch, texts(plain, prompts))
-    run_step: Callable[[ModelRunner, StepPlan], list[Results]] = ModelRunner.run
+    launch: Callable[[ModelRunner, StepPlan], LaunchedStep] = ModelRunner.launch
     failed: list[int] = []
 
-    def fail_twice(self: ModelRunner, plan: StepPlan) -> list[Results]:
+    def fail_twice(self: ModelRunner, plan: StepPlan) -> LaunchedStep:
         num_drafts = sum(len(item.drafts) for item in plan.items)
         if num_drafts > 2 and len(failed) < 2:
             failed.append(num_drafts)
             raise MemoryError
-        return run_step(self, plan)
+        return launch(self, plan)
 
-    monkeypatch.setattr(ModelRunner, "run", fail_twice)
+    monkeypatch.setattr(ModelRunner, "launch", fail_twice)
     outputs, engine = complete(loaded, prompts, speculation=True)
     assert essence(outputs) == essence(plain)
     assert engine.stats.out_of_memory_steps == len(failed) == 2

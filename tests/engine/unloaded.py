@@ -16,8 +16,7 @@ from cbatch.engine.engine import Engine, Runner
 from cbatch.engine.modes import MODES
 from cbatch.engine.plan import EnginePlan
 from cbatch.engine.policies import SCHEDULERS
-from cbatch.engine.speculation import Results
-from cbatch.engine.step import StepPlan
+from cbatch.engine.step import ComputedStep, StepPlan
 from tests.stub_engine import StubTokenizer
 
 TOKEN = 0  # what every step gives every request
@@ -26,8 +25,8 @@ TOKEN = 0  # what every step gives every request
 class AlwaysTheSame:
     """A runner that computes nothing."""
 
-    def run(self, plan: StepPlan) -> list[Results]:
-        return [[TOKEN] for item in plan.items if item.num_results]
+    def launch(self, plan: StepPlan) -> ComputedStep:
+        return ComputedStep([[TOKEN] for item in plan.items if item.num_results])
 
 
 class UnloadedTokenizer(StubTokenizer):

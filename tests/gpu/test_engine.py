@@ -49,6 +49,36 @@ def test_tokens_equal_those_of_generate(family: str, tmp_path: Path) -> None:
         assert count_near_ties(references, [output.token_ids for output in outputs]) <= 1
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral_window"])
+def test_graphs_and_asynchronous_batching_change_nothing(family: str, tmp_path: Path) -> None:
+    """Drawn rows, stops, penalties and scores: on and off, the same tokens, reasons and log-probabilities."""
+    folder = build_tiny(family, tmp_path)
+    loaded = load_on_device(folder)
+    asked = [
+        SamplingParams(max_tokens=40, temperature=1.5, seed=1, n=3),
+        SamplingParams(max_tokens=40, temperature=2.0, seed=2, stop=("e", "a", "1"), min_tokens=3),
+        SamplingParams(max_tokens=30, repetition_penalty=1.3, ignore_eos=True),
+        SamplingParams(max_tokens=20, logprobs=2, prompt_logprobs=1, temperature=1.0, seed=3),
+        SamplingParams(max_tokens=60, ignore_eos=True),
+        SamplingParams(max_tokens=1),
+    ]
+    rows = [Prompt(i, make_tokens(1 + 7 * i, seed=i), asked[i % len(asked)]) for i in range(24)]
+    ways: list[dict[str, object]] = [{"use_cuda_graph": False}, {"use_async_batching": False}, {}]
+    for settings in SETTINGS:
+        told = []
+        for way in ways:
+            config = EngineConfig(model=str(folder), **(settings | way))  # type: ignore[arg-type]
+            engine = Engine.over(loaded, config)
+            assert engine.plan.use_cuda_graph == ("use_cuda_graph" not in way)
+            assert engine.plan.use_async_batching == (not way)
+            outputs = run(engine, *rows)
+            assert engine._cache.usage == 0
+            told.append(
+                [(o.token_ids, o.finish_reason, o.stop_reason, [s.token_ids for s in o.samples]) for o in outputs]
+            )
+        assert told[0] == told[1] == told[2]
+
+
 def test_ten_thousand_requests_with_little_memory(tmp_path: Path) -> None:
     loaded = load_on_device(build_tiny("llama", tmp_path))
     rng = random.Random(0)

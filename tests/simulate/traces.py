@@ -14,8 +14,7 @@ from cbatch.engine import engine as engine_module
 from cbatch.engine import intake as intake_module
 from cbatch.engine.engine import Engine
 from cbatch.engine.request import Prompt
-from cbatch.engine.speculation import Results
-from cbatch.engine.step import StepPlan
+from cbatch.engine.step import ComputedStep, StepPlan
 from cbatch.jobs.trace import TraceWriter, describe_session
 from cbatch.simulate.cost import CostModel
 from cbatch.simulate.tracefile import TracedSession, read_trace
@@ -49,7 +48,7 @@ class Costly:
         self.engine: Engine | None = None
         self._clock, self._cost, self._noise, self._rng = clock, cost, noise, random.Random(0)
 
-    def run(self, plan: StepPlan) -> list[Results]:
+    def launch(self, plan: StepPlan) -> ComputedStep:
         assert self.engine is not None
         pairs = sum(
             i.num_tokens * i.num_computed_before + i.num_tokens * (i.num_tokens + 1) // 2
@@ -59,7 +58,7 @@ class Costly:
         kv_tokens = self.engine._cache.tokens_in_pages(plan.num_pages_read)
         duration = self._cost.step_s(plan.num_tokens, kv_tokens, len(plan.items), pairs)
         self._clock.sleep(duration * self._rng.uniform(1 - self._noise, 1 + self._noise))
-        return [[TOKEN] for item in plan.items if item.num_results]
+        return ComputedStep([[TOKEN] for item in plan.items if item.num_results])
 
 
 def stop_the_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:

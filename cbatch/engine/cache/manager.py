@@ -125,12 +125,12 @@ class CacheManager:
         self._count_slots(request)
         return True
 
-    def commit(self, request: Request, num_before: int) -> None:
-        """Make the blocks findable that the last step completed, which began at `num_before` computed tokens."""
+    def commit(self, request: Request, num_before: int, num_computed: int) -> None:
+        """Make the blocks findable that a step completed, which came from `num_before` to `num_computed` tokens."""
         if self._sharing is None:
             return
         page_size = self._sharing.page_size
-        first, stop = num_before // page_size, request.num_computed_tokens // page_size
+        first, stop = num_before // page_size, num_computed // page_size
         if first == stop:
             return
         extend_block_hashes(request.block_hashes, request.token_ids, page_size)
