@@ -194,8 +194,10 @@ class Scheduler:
         """Let waiting requests join in order, past those whose prefix another one is computing right now."""
         reserved = self._blocks_promised()
         deferred: list[Request] = []
+        # Who ends with the results of a step in flight has a place in no other one.
+        num_ending = sum(request.is_ending for request in self.active) if self.num_in_flight else 0
         while self.waiting and self._has_budget(plan) and len(deferred) < self.limits.max_requests_per_batch:
-            if len(self.active) >= self.limits.max_requests_per_batch or not self.may_join(plan):
+            if len(self.active) - num_ending >= self.limits.max_requests_per_batch or not self.may_join(plan):
                 break
             if self.active and 1.0 - self.cache.usage < self._safety_margin:
                 break

@@ -440,7 +440,8 @@ class Harness:
         assert plan.items or not (plan.moves.out or plan.moves.back), "nobody would copy them"
         active = self.scheduler.active
         requests = [item.request for item in plan.items]
-        assert len(set(requests)) == len(requests) <= len(active) <= self.limits.max_requests_per_batch
+        assert len(set(requests)) == len(requests) <= len(active)
+        assert sum(not request.is_ending for request in active) <= self.limits.max_requests_per_batch
         assert set(requests) <= set(active)
         assert plan.num_tokens == sum(item.num_tokens for item in plan.items)
         assert plan.num_tokens <= self.limits.max_batch_tokens or self.mode is not MODES[CHUNKED]

@@ -193,6 +193,18 @@ def test_requests_that_were_dropped_or_given_up_are_nobodys_with_a_step_in_fligh
     assert generated(request) == completion([1, 1, 2], 9)
 
 
+def test_a_place_that_is_certain_to_be_free_is_given_at_once() -> None:
+    """Rows of a single token would else have every step wait for the one before it."""
+    harness = make_harness()
+    requests = [make_request(i, [i % 7, i // 7, 1], 1) for i in range(24)]
+    harness.add(*requests)
+    plans = []
+    while harness.scheduler.has_work:
+        plans.append(len(harness.step().items))
+    assert plans == [8, 8, 8, 0]
+    assert all(generated(r) == completion(r.prompt.token_ids, 1) for r in requests)
+
+
 def test_an_ending_is_known_beforehand_where_it_is_the_limit() -> None:
     harness = make_harness()
     harness.add(*(make_request(i, [i, 1], 1 + i) for i in range(6)))
