@@ -11,6 +11,7 @@ from typing import Literal
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+Attention = Literal["auto", "cbatch", "flash_attn", "flashinfer"]
 
 DEFAULT_MAX_TOKENS = 1024
 
@@ -37,6 +38,7 @@ class EngineConfig:
     cpu_offload_space: float = 0.0  # GiB of host memory for the KV of requests that are moved out
     speculation: bool | None = None  # drafts of what the prompt says as well; None: in small batches
     deterministic: bool | None = None  # the same bits whatever the batch; None: where that costs nothing
+    attention: Attention = "auto"  # ours, which is also what auto takes, or a library's
     use_cuda_graph: bool | None = None  # decode steps captured once per padded shape and replayed
     use_async_batching: bool | None = None  # a step is prepared while the one before it computes
     q_padding_interval_size: int | None = None  # query tokens to whose multiples captured steps are padded

@@ -17,16 +17,19 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from cbatch_kernels import dispatch
 from cbatch_kernels.cache_write import cache_write_ref
 from cbatch_kernels.compile import load_kernels
+from cbatch_kernels.draw_tokens import DrawRules, draw_tokens_ref
 from cbatch_kernels.linear import linear, linear_ref, pack_linear, refuses_packing
 from cbatch_kernels.metadata import PagedMetadata
 from cbatch_kernels.packed_linear import linear_packed, pack_weight
 from cbatch_kernels.paged_attention import paged_attention_ref
 from cbatch_kernels.rms_norm import rms_norm_ref
 from cbatch_kernels.rope_cache_write import rope_cache_write_ref
+from cbatch_kernels.shared_prefix import SharedPrefixes, find_groups
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 WARM_UP = 3
@@ -47,6 +50,7 @@ class Sizes:
     kv_heads: int = 3
     head_dim: int = 64
     page_size: int = 16
+    vocab: int = 49152
     dtype: str = "float32"
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -145,9 +149,8 @@ def _pools(sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def _paged_attention(sizes: Sizes) -> Timed:
     keys, values, tables = _pools(sizes)
-    metadata = PagedMetadata.build(
-        np.full(sizes.rows, sizes.query, dtype=np.int32), np.full(sizes.rows, sizes.context, dtype=np.int32), tables
-    )
+    lens = [np.full(sizes.rows, length, dtype=np.int32) for length in (sizes.query, sizes.context)]
+    metadata = PagedMetadata.build(*lens, tables, prefixes=_prefixes(sizes, tables, lens[1]))
     query = sizes.draw(sizes.num_tokens, sizes.heads, sizes.head_dim)
     scaling = sizes.head_dim**-0.5
     num_pages = len(torch.unique(tables))
@@ -157,6 +160,34 @@ def _paged_attention(sizes: Sizes) -> Timed:
         lambda: paged_attention_ref(query, keys, values, metadata, scaling=scaling),
         num_pages * (keys[0].nbytes + values[0].nbytes) + 2 * query.nbytes,
         4 * seen * sizes.hidden,
+    )
+
+
+def _prefixes(sizes: Sizes, tables: torch.Tensor, context_lens: npt.NDArray[np.int32]) -> SharedPrefixes | None:
+    """Find what the engine would: rows of one token that begin with the same pages, where a kernel looks at that."""
+    device = torch.device(sizes.device)
+    if sizes.query > 1 or not dispatch.takes_shared_prefixes(device, sizes.head_dim):
+        return None
+    groups = find_groups(tables.cpu().numpy(), context_lens, sizes.page_size)
+    return SharedPrefixes.build(groups, sizes.rows, sizes.page_size, device) if groups else None
+
+
+def _draw_tokens(sizes: Sizes) -> Timed:
+    """Half of the rows are cut off by top-k and top-p."""
+    logits = sizes.draw(sizes.rows, sizes.vocab) * 3
+    is_cut = np.arange(sizes.rows) % 2 == 0
+    rules = DrawRules(
+        temperature=np.ones(sizes.rows, dtype=np.float32),
+        top_p=np.where(is_cut, 0.9, 1).astype(np.float32),
+        top_k=np.where(is_cut, 50, 0),
+        min_p=np.zeros(sizes.rows, dtype=np.float32),
+        uniform=np.random.default_rng(0).random(sizes.rows),
+    )
+    return Timed(
+        lambda: dispatch.draw_tokens(logits, rules),
+        lambda: draw_tokens_ref(logits, rules),
+        logits.nbytes,
+        logits.numel(),
     )
 
 
@@ -234,6 +265,7 @@ class Op:
 
 OPS = {
     "paged_attention": Op(_paged_attention, "kernels/test_paged_attention.py"),
+    "draw_tokens": Op(_draw_tokens, "kernels/test_draw_tokens.py"),
     "cache_write": Op(_cache_write, "kernels/test_cache_write.py"),
     "rms_norm": Op(_rms_norm, "kernels/test_row_ops.py"),
     "rope_cache_write": Op(_rope_cache_write, "kernels/test_row_ops.py"),

@@ -16,5 +16,5 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     with contextlib.suppress(ImportError):
         import triton.language  # noqa: F401
-        from cbatch_kernels import triton_attention, triton_rows  # noqa: F401
+        from cbatch_kernels import triton_attention, triton_rows, triton_sampling, triton_tuning  # noqa: F401
     del os.environ["TRITON_INTERPRET"]  # what asks for them, op by op

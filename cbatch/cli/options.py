@@ -144,6 +144,13 @@ ENGINE_SETTINGS = (
         metavar="GIB",
     ),
     Setting(
+        name="attention",
+        target=EngineConfig,
+        panel=ENGINE,
+        help="Who computes attention: auto and cbatch take our own kernels, which work everywhere; on a GPU flash_attn "
+        "and flashinfer take that library's, if it is installed and gives the same on a batch of random numbers.",
+    ),
+    Setting(
         name="use_cuda_graph",
         target=EngineConfig,
         panel=ENGINE,

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from cbatch_kernels.metadata import PagedMetadata
+from cbatch_kernels.shared_prefix import SharedPrefixes, find_groups
 from cbatch_kernels.upload import to_device
 from torch import Tensor
 
@@ -57,12 +58,20 @@ class BatchBuilder:
     """Builds `StepInputs` for one model's attention types."""
 
     def __init__(
-        self, allocators: Sequence[CacheAllocator], device: torch.device, row_multiple: int | None = None
+        self,
+        allocators: Sequence[CacheAllocator],
+        device: torch.device,
+        row_multiple: int | None = None,
+        finds_prefixes: Sequence[bool] | None = None,
     ) -> None:
-        """Query tokens and logits are padded to a whole number of `row_multiple`, where that is given."""
+        """Query tokens and logits are padded to a whole number of `row_multiple`, where that is given.
+
+        `finds_prefixes` tells of each attention type whether its kernel wants to know which rows begin alike.
+        """
         self._allocators = allocators
         self._device = device
         self._row_multiple = row_multiple or 1
+        self._finds_prefixes = finds_prefixes or [False] * len(allocators)
 
     def build(self, plan: StepPlan, rows_before: Mapping[Request, int] | None = None) -> StepInputs:
         """Lay out a plan with at least one item.
@@ -130,15 +139,25 @@ class BatchBuilder:
         relative = positions - starts[sequence]
         blocks = tables[sequence, relative // allocator.page_size].astype(np.int64)
         context_lens = np.array([item.num_computed_before + item.num_tokens for item in items], dtype=np.int64) - starts
+        num_single = int(np.count_nonzero(query_lens == 1))  # the leading ones
+        prefixes = self._find_prefixes(index, tables[:num_single], context_lens[:num_single].astype(np.int32))
         return AttentionInputs(
             slot_mapping=self._padded(
                 blocks * allocator.page_size + relative % allocator.page_size,
                 with_value=PADDING_WRITE_CHUNK * allocator.page_size,
             ),
             metadata=PagedMetadata.build(
-                query_lens, context_lens.astype(np.int32), self._to_device(tables), starts.astype(np.int32)
+                query_lens, context_lens.astype(np.int32), self._to_device(tables), starts.astype(np.int32), prefixes
             ),
         )
+
+    def _find_prefixes(
+        self, index: int, tables: npt.NDArray[np.int32], context_lens: npt.NDArray[np.int32]
+    ) -> SharedPrefixes | None:
+        """Find which of the rows with a single token begin with the same pages."""
+        page_size = self._allocators[index].page_size
+        groups = find_groups(tables, context_lens, page_size) if self._finds_prefixes[index] else []
+        return SharedPrefixes.build(groups, len(tables), page_size, self._device) if groups else None
 
     def _padded(self, values: npt.NDArray[np.int64], with_value: int = 0) -> Tensor:
         """Fill up to a whole number of rows; an empty list stays empty."""

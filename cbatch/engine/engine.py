@@ -11,10 +11,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
-from cbatch_kernels import dispatch
 
 from cbatch.config import EngineConfig, SamplingParams
 from cbatch.engine.cache.build import build_cache
@@ -27,13 +27,15 @@ from cbatch.engine.memory import FreeMemory, free_memory, is_out_of_memory
 from cbatch.engine.modes import CHUNKED, MODES, Mode
 from cbatch.engine.observer import Observer, RequestEvent, StepRecorder, StepTimes
 from cbatch.engine.output import empty_output, failed_output, finished_output
-from cbatch.engine.plan import EnginePlan, check_config, plan_engine
+from cbatch.engine.plan import DEFAULT_PAGE_SIZE, EnginePlan, check_config, plan_engine
+from cbatch.engine.rehearsal import CudaMemory, Measure, measure_steps
 from cbatch.engine.request import Prompt, RequestOutput
 from cbatch.engine.runner import ModelRunner
 from cbatch.engine.samples import SampleGroups
 from cbatch.engine.stats import EngineStats
 from cbatch.engine.step import FinishedRequest, RunningStep, StepLimits, StepPlan
 from cbatch.errors import DoesNotFitError, EngineError, RowError
+from cbatch.models.attention_library import choose_attention, open_library
 from cbatch.models.inspect import inspect_model
 from cbatch.models.load import LoadedModel, load_model
 from cbatch.models.outline import ModelOutline
@@ -130,8 +132,9 @@ class Engine:
         )
         # Where it costs nothing there is nothing to be done for it.
         rows = row_multiple(loaded) if config.deterministic else None
+        attend = open_library(config, loaded, plan.page_size)
         try:
-            runner = ModelRunner(loaded, cache.pool, cache.allocators, plan.num_host_pages, rows)
+            runner = ModelRunner(loaded, cache.pool, cache.allocators, plan.num_host_pages, rows, attend)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -350,10 +353,17 @@ def plan_over(
     Raises UsageError.
     """
     check_config(config, loaded.shape)
-    attention = dispatch.choose_attention(
-        loaded.device, loaded.dtype, loaded.shape.head_dim, fixed_order=bool(config.deterministic)
-    )
-    return plan_engine(config, loaded, memory or free_memory(loaded.device), attention, mode)
+    attention = choose_attention(config, loaded)
+    measure: Measure | None = None
+    if isinstance(loaded, LoadedModel) and loaded.device.type == "cuda" and not attention.gathers:
+        measure = partial(
+            measure_steps,
+            loaded,
+            CudaMemory(loaded.device),
+            config.max_model_len or loaded.shape.context_length,
+            config.page_size or DEFAULT_PAGE_SIZE,
+        )
+    return plan_engine(config, loaded, memory or free_memory(loaded.device), attention, mode, measure)
 
 
 class _Exhausted:

@@ -26,7 +26,8 @@ def decide_execution(
 ) -> tuple[Execution, dict[str, str]]:
     """Decide, and say of each setting why."""
     deterministic, why_deterministic = decide_deterministic(config, loaded, attention)
-    captured, why_captured = _decide_graphs(config, loaded, reads_host=attention.gathers or deterministic)
+    reads_host = attention.gathers or attention.reads_host or deterministic
+    captured, why_captured = _decide_graphs(config, loaded, reads_host=reads_host)
     run_ahead, why_run_ahead = _decide_async(config, captured)
     return Execution(attention.gathers, deterministic, captured, run_ahead), {
         "attention": attention.reason,

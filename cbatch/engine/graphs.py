@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 from cbatch_kernels.metadata import PagedMetadata
+from cbatch_kernels.shared_prefix import SharedPrefixes
 from torch import Tensor
 
 from cbatch.engine.batch import StepInputs
@@ -71,6 +72,7 @@ class GraphShape:
 
     num_rows: int
     widths: tuple[int, ...]  # blocks of a row's table, for each attention type
+    shares: tuple[bool, ...]  # whether rows attend to what they begin with together, for each attention type
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class GraphedForward:
         self._block_intervals = [ceil_div(kv_padding_interval_size, size) for size in page_sizes]
         self._page_sizes = page_sizes
         self._graphs: dict[GraphShape, Graph] = {}
-        self._inputs: dict[tuple[int, ...], StepInputs] = {}  # by widths, with `max_rows` rows
+        self._inputs: dict[GraphShape, StepInputs] = {}  # by shapes of `max_rows` rows
         self._is_on = True
 
     def stage(self, inputs: StepInputs) -> StagedForward:
@@ -136,12 +138,13 @@ class GraphedForward:
             ceil_div(part.metadata.block_tables.shape[1], interval) * interval
             for part, interval in zip(inputs.attention, self._block_intervals, strict=True)
         )
-        return GraphShape(ceil_div(num_rows, self._row_interval) * self._row_interval, widths)
+        shares = tuple(part.metadata.prefixes is not None for part in inputs.attention)
+        return GraphShape(ceil_div(num_rows, self._row_interval) * self._row_interval, widths, shares)
 
     def _find(self, shape: GraphShape, inputs: StepInputs) -> Graph | None:
         """Find a graph or capture it; None where that is not to be had."""
         # The largest one first, so that the others find their memory in the pool.
-        for wanted in (GraphShape(self._max_rows, shape.widths), shape):
+        for wanted in (replace(shape, num_rows=self._max_rows), shape):
             if shape not in self._graphs and wanted not in self._graphs and self._is_on:
                 self._capture(wanted, inputs)
         return self._graphs.get(shape)
@@ -163,11 +166,12 @@ class GraphedForward:
             self._graphs.clear()
 
     def _view(self, shape: GraphShape, like: StepInputs | None = None) -> StepInputs:
-        """Give the fixed inputs of a shape: the first rows of the largest of its widths."""
-        if shape.widths not in self._inputs:
+        """Give the fixed inputs of a shape: the first rows of the largest of its kind."""
+        largest, num_rows = replace(shape, num_rows=self._max_rows), shape.num_rows
+        if largest not in self._inputs:
             assert like is not None
-            self._inputs[shape.widths] = self._allocate(shape.widths, like)
-        whole, num_rows = self._inputs[shape.widths], shape.num_rows
+            self._inputs[largest] = self._allocate(largest, like)
+        whole = self._inputs[largest]
         return StepInputs(
             input_ids=whole.input_ids[:, :num_rows],
             position_ids=whole.position_ids[:, :num_rows],
@@ -178,14 +182,15 @@ class GraphedForward:
             result_rows=[],
         )
 
-    def _allocate(self, widths: tuple[int, ...], like: StepInputs) -> StepInputs:
+    def _allocate(self, shape: GraphShape, like: StepInputs) -> StepInputs:
         device, num_rows = like.input_ids.device, self._max_rows
         ones = np.ones(num_rows, dtype=np.int32)
         attention = []
-        for width, page_size in zip(widths, self._page_sizes, strict=True):
+        for width, shares, page_size in zip(shape.widths, shape.shares, self._page_sizes, strict=True):
             tables = torch.full((num_rows, width), PADDING_READ_CHUNK, dtype=torch.int32, device=device)
             longest = np.full(num_rows, width * page_size, dtype=np.int32)  # what launches are made for
-            metadata = PagedMetadata.build(ones, longest, tables, np.zeros(num_rows, dtype=np.int32))
+            prefixes = SharedPrefixes.allocate(num_rows, device) if shares else None
+            metadata = PagedMetadata.build(ones, longest, tables, np.zeros(num_rows, dtype=np.int32), prefixes)
             slots = torch.empty(num_rows, dtype=torch.int64, device=device)
             attention.append(AttentionInputs(slots, metadata))
         return StepInputs(
@@ -215,6 +220,8 @@ class GraphedForward:
             to_metadata.block_tables[num_rows:].fill_(PADDING_READ_CHUNK)
             if to_metadata.context_starts is not None and metadata.context_starts is not None:
                 to_metadata.context_starts[:num_rows].copy_(metadata.context_starts)
+            if to_metadata.prefixes is not None and metadata.prefixes is not None:
+                to_metadata.prefixes.copy_(metadata.prefixes)
 
 
 def _first_rows(inputs: AttentionInputs, num_rows: int) -> AttentionInputs:
@@ -233,5 +240,6 @@ def _first_rows(inputs: AttentionInputs, num_rows: int) -> AttentionInputs:
         max_context_len=whole.max_context_len,
         context_starts=whole.context_starts[:num_rows],
         context_starts_host=whole.context_starts_host[:num_rows],
+        prefixes=None if whole.prefixes is None else whole.prefixes.first_rows(num_rows),
     )
     return AttentionInputs(inputs.slot_mapping[:num_rows], metadata)

@@ -22,10 +22,12 @@ from cbatch.engine.execution import Execution, decide_execution
 from cbatch.engine.memory import FreeMemory
 from cbatch.engine.modes import CHUNKED, MODES, Mode
 from cbatch.engine.policies import SCHEDULERS
+from cbatch.engine.rehearsal import Measure, MeasuredSteps
 from cbatch.engine.sizing import (
     StepFootprint,
     block_bytes,
     cache_bytes,
+    captured_logits_bytes,
     longest_context,
     page_bytes,
     step_footprint,
@@ -40,6 +42,7 @@ DEFAULT_PAGE_SIZE = 16  # as vLLM's; wastes half a page per request, under 4 % f
 MIN_BATCH_TOKENS = 16
 Q_PADDING = 16  # query tokens: a captured step is rounded up by few, and a job captures few
 KV_PADDING = 1024  # tokens of a context
+BY_LOADING = ("dtype", "device", "num_threads", "patched")  # what was decided when the model was loaded
 STEP_SHARE = 0.25  # of the memory, at most, for what grows with a step's batch; the rest is cache
 
 COUNTS = (
@@ -148,26 +151,26 @@ def plan_engine(
     memory: FreeMemory,
     attention: AttentionChoice,
     mode: Mode = MODES[CHUNKED],
+    measure: Measure | None = None,
 ) -> EnginePlan:
-    """Decide every setting, with `memory` free now that the weights are in. Raises DoesNotFitError."""
+    """Decide every setting, with `memory` free now that the weights are in; `measure` runs steps to see what they take.
+
+    Raises DoesNotFitError.
+    """
     shape, device = loaded.shape, loaded.device
     defaults = CPU_DEFAULTS if device.type == "cpu" else GPU_DEFAULTS
     by_device = f"default on {device.type.upper()}"
     decided = _Decisions()
-    for name in ("dtype", "device", "num_threads", "patched"):
-        decided.note(name, getattr(loaded, f"{name}_reason"))
+    decided.reasons |= {name: getattr(loaded, f"{name}_reason") for name in BY_LOADING}
     max_model_len = decided.choose("max_model_len", config.max_model_len, shape.context_length, "the model's context")
     page_size = decided.choose("page_size", config.page_size, DEFAULT_PAGE_SIZE, "default")
     percent = decided.choose("max_memory_percent", config.max_memory_percent, defaults.max_memory_percent, by_device)
-    offload = decided.choose("cpu_offload_space", config.cpu_offload_space or None, 0.0, "off by default")
-    host_pages = int(offload * GIB) // page_bytes(shape, loaded.dtype, page_size)
-    budget = memory.num_bytes * percent
-    if device.type == "cpu":
-        budget -= _check_offload(offload, memory, budget)
+    offload, budget = _plan_budget(config, decided, device, memory, percent)
     steps, reasons = decide_execution(config, loaded, attention)
     decided.reasons |= reasons
     batch = _plan_batch(config, loaded, decided, defaults, max_model_len, budget, steps)
     largest = replace(batch, max_batch_tokens=mode.largest_step(batch.max_batch_tokens, max_model_len))
+    largest = largest.measure(measure, config.q_padding_interval_size or Q_PADDING)
     num_blocks = _plan_num_blocks(config, decided, largest, memory, budget)
     scheduler_type = decided.choose("scheduler_type", config.scheduler_type, "fifo", "default")
     margin = SCHEDULERS[scheduler_type].default_safety_margin
@@ -192,7 +195,7 @@ def plan_engine(
         safety_margin=decided.choose("safety_margin", config.safety_margin, margin, f"default of {scheduler_type}"),
         allow_block_sharing=sharing,
         cpu_offload_space=offload,
-        num_host_pages=host_pages,
+        num_host_pages=int(offload * GIB) // page_bytes(shape, loaded.dtype, page_size),
         speculation=_plan_speculation(config, decided, defaults, by_device, batch),
         deterministic=steps.deterministic,
         attention=attention.name,
@@ -202,6 +205,15 @@ def plan_engine(
         kv_padding_interval_size=kv_padding,
         reasons=decided.reasons,
     )
+
+
+def _plan_budget(
+    config: EngineConfig, decided: _Decisions, device: torch.device, memory: FreeMemory, percent: float
+) -> tuple[float, float]:
+    """Choose the host pool in GiB, and the bytes that cache and steps may take beside it."""
+    offload = decided.choose("cpu_offload_space", config.cpu_offload_space or None, 0.0, "off by default")
+    budget = memory.num_bytes * percent
+    return offload, budget - _check_offload(offload, memory, budget) if device.type == "cpu" else budget
 
 
 def _check_offload(offload: float, memory: FreeMemory, budget: float) -> float:
@@ -243,6 +255,8 @@ class _Batch:
     max_model_len: int
     page_size: int
     steps: Execution
+    measured: MeasuredSteps | None = None  # None: what steps take is worked out
+    row_interval: int = Q_PADDING  # of captured steps
 
     def step(self, num_blocks: int = 0) -> StepFootprint:
         """Give what a step takes, the longest of its contexts being all that so many blocks hold."""
@@ -257,12 +271,31 @@ class _Batch:
             num_buffers=2 if self.steps.run_ahead else 1,
         )
 
+    def measure(self, measure: Measure | None, row_interval: int) -> _Batch:
+        """Measure its steps where there is a way to."""
+        if measure is None:
+            return self
+        measured = measure(self.max_batch_tokens, self.max_requests)
+        return replace(self, measured=measured, row_interval=row_interval)
+
     def total(self, num_blocks: int) -> int:
         """Count the bytes of a cache of so many blocks and of a step over it."""
         groups = group_layers(self.shape.sliding_windows, self.max_model_len)
         pages_per_chunk = lcm(*map(len, groups.values()))
         cache = cache_bytes(self.shape, self.dtype, self.page_size, num_blocks, pages_per_chunk)
-        return cache + self.step(num_blocks).total
+        return cache + self.beside_cache(num_blocks)
+
+    def beside_cache(self, num_blocks: int) -> int:
+        """Count the bytes of a step over a cache of so many blocks."""
+        if self.measured is None:
+            return self.step(num_blocks).total
+        captured = 0
+        if self.steps.captured:
+            num_sets = 2 if self.steps.run_ahead else 1
+            captured = self.measured.decoding + num_sets * captured_logits_bytes(
+                self.shape, self.dtype, max_requests=self.max_requests, interval=self.row_interval
+            )
+        return self.measured.largest + captured
 
 
 def _plan_batch(
@@ -314,14 +347,16 @@ def _plan_num_blocks(
     usable = batch.max_requests * ceil_div(batch.max_model_len, batch.page_size)
     most = max(usable, config.num_blocks or 0)
     fitting = max(0, bisect_right(range(most + 1), budget, key=batch.total) - 1)
-    reason = f"what a step leaves of {format_bytes(budget)} (max_memory_percent of the {memory.source})"
+    kind = "step" if batch.measured is None else "measured step"
+    reason = f"what a {kind} leaves of {format_bytes(budget)} (max_memory_percent of the {memory.source})"
     if usable <= fitting:
         reason = "all that max_requests_per_batch requests can use"
     num_blocks = decided.choose("num_blocks", config.num_blocks, min(fitting, usable), reason)
     if 1 <= num_blocks <= fitting:
         return num_blocks
     have = _may_be_taken(memory, budget)
-    step = f"a step of {batch.max_batch_tokens} tokens takes {format_bytes(batch.step(max(1, num_blocks)).total)} of it"
+    taken = format_bytes(batch.beside_cache(max(1, num_blocks)))
+    step = f"a step of {batch.max_batch_tokens} tokens takes {taken} of it"
     if fitting == 0:
         raise DoesNotFitError(
             f"no memory is left for the KV cache: {have}, and {step}",

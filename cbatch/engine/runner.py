@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from cbatch_kernels import dispatch
+from cbatch_kernels.attention_libraries import Attend
 from torch import Tensor
 
 from cbatch.engine.batch import BatchBuilder, StepInputs
@@ -45,13 +47,21 @@ class ModelRunner:
         allocators: Sequence[CacheAllocator],
         num_host_pages: int,
         row_multiple: int | None = None,
+        attend: Attend | None = None,
     ) -> None:
-        """With a `row_multiple` (see determinism.py) what a token gets does not depend on the batch, to the bit."""
+        """With a `row_multiple` (see determinism.py) what a token gets does not depend on the batch, to the bit.
+
+        With `attend` a library's attention runs in the place of ours.
+        """
         shape, page_size = loaded.shape, allocators[0].page_size
         pages = (pool.pages_per_chunk * pool.num_chunks, shape.num_kv_heads, page_size, shape.head_dim)
         # Not zeroed: memory that no token was written to is never read into a result, and so never paid for.
         self.key_pages = torch.empty(pages, dtype=loaded.dtype, device=loaded.device)
         self.value_pages = torch.empty_like(self.key_pages)
+        self._attend = attend
+        if attend is not None:  # a library weighs with zero what ours does not read
+            self.key_pages.zero_()
+            self.value_pages.zero_()
         advise_huge_pages(self.key_pages)
         advise_huge_pages(self.value_pages)
         # Pinned, so that copies need no staging; where the model runs on the CPU an ordinary second buffer.
@@ -62,12 +72,15 @@ class ModelRunner:
         # Attention multiplies rows of its own, over no packed weights.
         least = ROWS_PER_THREAD * loaded.num_threads
         self._attention_rows = None if row_multiple is None else max(row_multiple, least)
-        self._builder = BatchBuilder(allocators, loaded.device, row_multiple)
         lanes = {layer: lane for allocator in allocators for lane, layer in enumerate(allocator.layers)}
         offsets = [lanes[layer] * pool.num_chunks for layer in range(shape.num_layers)]
         self._layer_keys = [self.key_pages[offset:] for offset in offsets]
         self._layer_values = [self.value_pages[offset:] for offset in offsets]
         windows = [shape.sliding_windows[allocator.layers[0]] for allocator in allocators]
+        ours = row_multiple is None and attend is None
+        walks_prefixes = ours and dispatch.takes_shared_prefixes(loaded.device, shape.head_dim)
+        finds_prefixes = [walks_prefixes and window is None for window in windows]
+        self._builder = BatchBuilder(allocators, loaded.device, row_multiple, finds_prefixes)
         self._types = [name_layer_type(window) for window in windows]
         type_of = {layer: i for i, allocator in enumerate(allocators) for layer in allocator.layers}
         self._layer_types = [self._types[type_of[layer]] for layer in range(shape.num_layers)]
@@ -145,6 +158,12 @@ class ModelRunner:
         self._chosen = chosen  # only now: a step that fails is launched again, behind the same one
         return launched
 
+    @torch.inference_mode()
+    def rehearse(self, inputs: StepInputs) -> None:
+        """Compute a made-up step, of which nothing is kept, to its end."""
+        logits = self._forward(inputs)
+        sample(logits[:, : self._num_tokens], inputs.sampling)
+
     def _advance(self, plan: StepPlan, prepared: PreparedStep) -> None:
         """Take note of a step that was launched; the next one has other buffers, if there are more than one set."""
         items = (item for item in plan.items if item.num_results)
@@ -172,6 +191,7 @@ class ModelRunner:
             layer_types=self._layer_types,
             inputs=dict(zip(self._types, inputs.attention, strict=True)),
             row_multiple=self._attention_rows,
+            attend=self._attend,
         )
         # Where none is wanted one row is computed all the same: an empty index means "all" to no model, but costs
         # less to avoid than to prove.

@@ -11,6 +11,7 @@ From a row of logits to its token, in this order, each step only where the reque
     7  top_k, then top_p of what that leaves; min_p of all; a token stays that passes all three
     8  one uniform number, inverted through the cumulative distribution
 
+From the fifth step on `cbatch_kernels.draw_tokens` does it, in one launch where there is a GPU.
 A request's random stream depends on its seed and the position alone: the number comes from hashing both. Batch, order
 and scheduling do not enter.
 """
@@ -22,7 +23,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
+from cbatch_kernels import dispatch
+from cbatch_kernels.draw_tokens import DrawRules
+from cbatch_kernels.upload import to_device
 from torch import Tensor
 
 from cbatch.engine.edits import LogitEdits
@@ -30,19 +33,13 @@ from cbatch.engine.request import NextToken
 from cbatch.engine.samples import sample_seed
 from cbatch.errors import RowError
 
-MAX_DRAWN = 2**19  # logits that are drawn from at a time: what drawing takes beside them stays within 30 MB
-
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """How those of R rows of logits are sampled that do not just take the likeliest token; host arrays [n]."""
+    """How those of R rows of logits are sampled that do not just take the likeliest token."""
 
-    rows: npt.NDArray[np.int64]  # which of the R
-    temperature: npt.NDArray[np.float32]  # 0 is greedy
-    top_p: npt.NDArray[np.float32]
-    top_k: npt.NDArray[np.int64]  # 0 keeps all
-    min_p: npt.NDArray[np.float32]
-    uniform: npt.NDArray[np.float64]  # in [0, 1)
+    rows: npt.NDArray[np.int64]  # which n of the R
+    rules: DrawRules
     edits: LogitEdits | None = None
 
     @classmethod
@@ -56,11 +53,13 @@ class SamplingBatch:
         positions = np.array([token.position for token in asking], dtype=np.uint64)
         return cls(
             rows=np.array(rows, dtype=np.int64),
-            temperature=np.array([p.temperature for p in params], dtype=np.float32),
-            top_p=np.array([p.top_p for p in params], dtype=np.float32),
-            top_k=np.array([p.top_k for p in params], dtype=np.int64),
-            min_p=np.array([p.min_p for p in params], dtype=np.float32),
-            uniform=uniform_numbers(np.array(seeds, dtype=np.uint64), positions),
+            rules=DrawRules(
+                temperature=np.array([p.temperature for p in params], dtype=np.float32),
+                top_p=np.array([p.top_p for p in params], dtype=np.float32),
+                top_k=np.array([p.top_k for p in params], dtype=np.int64),
+                min_p=np.array([p.min_p for p in params], dtype=np.float32),
+                uniform=uniform_numbers(np.array(seeds, dtype=np.uint64), positions),
+            ),
             edits=LogitEdits.build(asking),
         )
 
@@ -92,61 +91,13 @@ def _split_mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Choose a token per row of `logits` [R, vocab], which stay as they are → int64 [R]."""
+    if not len(batch.rows):
+        return logits.argmax(dim=-1)
+    if batch.edits is None:
+        return dispatch.draw_tokens(logits, batch.rules.spread(batch.rows, len(logits)))
     tokens = logits.argmax(dim=-1)
-    if len(batch.rows):
-        index = torch.from_numpy(batch.rows).to(logits.device)
-        # Indexing copies, and so does float where it converts: what follows may write.
-        tokens[index] = _choose(logits[index].float(), batch)
+    index = to_device(batch.rows, logits.device)
+    edited = logits[index].float()  # indexing copies
+    batch.edits.apply(edited)
+    tokens[index] = dispatch.draw_tokens(edited, batch.rules)
     return tokens
-
-
-def _choose(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Choose a token per row of the batch: logits float32 [n, vocab], changed in place → int64 [n]."""
-    if batch.edits is not None:
-        batch.edits.apply(logits)
-    drawn = np.flatnonzero(batch.temperature > 0)
-    tokens = logits.argmax(dim=-1)
-    most = max(1, MAX_DRAWN // logits.shape[-1])
-    for start in range(0, len(drawn), most):
-        rows = drawn[start : start + most]
-        index = torch.from_numpy(rows).to(logits.device)
-        tokens[index] = _draw(logits[index], batch, rows)
-    return tokens
-
-
-def _draw(logits: Tensor, batch: SamplingBatch, rows: npt.NDArray[np.int64]) -> Tensor:
-    """Draw from the truncated distributions of the batch's `rows`: logits float32 [m, vocab] → int64 [m]."""
-    device, vocab = logits.device, logits.shape[-1]
-    temperature = torch.from_numpy(batch.temperature[rows]).to(device)[:, None]
-    # Below the best one, so that the lowest temperature leaves that finite.
-    probs = torch.softmax((logits - logits.amax(dim=-1, keepdim=True)).double() / temperature, dim=-1)
-    top_k = np.where(batch.top_k[rows] > 0, np.minimum(batch.top_k[rows], vocab), vocab)
-    truncated = np.flatnonzero((top_k < vocab) | (batch.top_p[rows] < 1))
-    if len(truncated):
-        index = torch.from_numpy(truncated).to(device)
-        least = _least_kept(probs[index], top_k[truncated], batch.top_p[rows][truncated])
-        # By value, in the vocabulary's order: how equals are sorted, and for how many rows, does not enter.
-        probs[index] = probs[index].masked_fill(probs[index] < least, 0.0)
-    if (batch.min_p[rows] > 0).any():
-        share = torch.from_numpy(batch.min_p[rows].astype(np.float64)).to(device)[:, None]
-        probs = probs.masked_fill_(probs < share * probs.amax(dim=-1, keepdim=True), 0.0)
-    cumulative = probs.cumsum(dim=-1)
-    target = torch.from_numpy(batch.uniform[rows]).to(device)[:, None] * cumulative[:, -1:]
-    # From the right, so that a token of probability 0 is never chosen.
-    chosen = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    last = vocab - 1 - (probs > 0).int().flip(-1).argmax(dim=-1)
-    return torch.minimum(chosen, last)
-
-
-def _least_kept(probs: Tensor, top_k: npt.NDArray[np.int64], top_p: npt.NDArray[np.float32]) -> Tensor:
-    """Find per row of `probs` [n, vocab] the smallest probability that top-k, then top-p of the rest, keep: [n, 1]."""
-    best = probs.topk(int(top_k.max()), dim=-1).values
-    ranks = torch.arange(best.shape[-1], device=probs.device)
-    kept = ranks < torch.from_numpy(top_k).to(probs.device)[:, None]
-    share = best.masked_fill(~kept, 0.0)
-    share = share / share.sum(dim=-1, keepdim=True)
-    before = share.cumsum(dim=-1) - share
-    # A token stays while those above it have not reached top_p; the best one always does.
-    limit = torch.from_numpy(top_p.astype(np.float64)).to(probs.device)[:, None]
-    kept &= (before < limit) | (ranks == 0)
-    return best.gather(-1, kept.sum(dim=-1, keepdim=True) - 1)

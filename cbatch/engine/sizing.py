@@ -2,7 +2,8 @@
 
 The numbers follow from what the forward pass, attention and the sampler allocate. A test holds their sum, with cache
 and what loading took, to a tenth of the measured peak of a random Llama with small caches and large ones, on a CPU in
-float32. Leaves out what is decided with it, and what is there before: the tokenizer.
+float32. On a CUDA device steps are measured instead (rehearsal.py), once the batch is chosen. Leaves out what is
+decided with it, and what is there before: the tokenizer.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from cbatch_kernels.draw_tokens import MAX_DRAWN
 
 from cbatch.engine.cache.pool import NUM_RESERVED_CHUNKS
-from cbatch.engine.sampling import MAX_DRAWN
+from cbatch.engine.graphs import MAX_GRAPHS
 from cbatch.models.inspect import ModelShape
 from cbatch.units import MIB, ceil_div
 
@@ -72,6 +74,12 @@ def step_footprint(
         logits=num_logits * (num_buffers * dtype.itemsize + torch.float32.itemsize) + drawn * DRAWING_BYTES,
         index_tensors=num_buffers * INDEX_TENSORS * max_batch_tokens * torch.int64.itemsize,
     )
+
+
+def captured_logits_bytes(shape: ModelShape, dtype: torch.dtype, *, max_requests: int, interval: int) -> int:
+    """Count the bytes of the logits that captured steps keep, one for each padded number of rows."""
+    counts = range(interval, ceil_div(max_requests, interval) * interval + 1, interval)
+    return sum(sorted(counts)[-MAX_GRAPHS:]) * shape.vocab_size * dtype.itemsize
 
 
 def longest_context(shape: ModelShape, dtype: torch.dtype, cache_bytes: float, max_model_len: int) -> int:

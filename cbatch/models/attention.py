@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cbatch_kernels import dispatch
+from cbatch_kernels.attention_libraries import Attend
 from cbatch_kernels.metadata import PagedMetadata
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -44,6 +46,7 @@ class PagedStep:
     layer_types: Sequence[str]  # by `name_layer_type`: the keys of `inputs`
     inputs: Mapping[str, AttentionInputs]
     row_multiple: int | None = None  # where results may not depend on the batch: what rows are padded to
+    attend: Attend | None = None  # a library's attention in the place of ours
 
 
 def register_attention() -> None:
@@ -120,7 +123,8 @@ def attend_paged(
         dispatch.cache_write(key, value, key_pages, value_pages, inputs.slot_mapping)
     else:
         dispatch.rope_cache_write(query, key, value, *angles, key_pages, value_pages, inputs.slot_mapping)
-    return dispatch.paged_attention(
+    attend = paged.attend or partial(dispatch.paged_attention, row_multiple=paged.row_multiple)
+    return attend(
         query,
         key_pages,
         value_pages,
@@ -129,7 +133,6 @@ def attend_paged(
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=sinks,
-        row_multiple=paged.row_multiple,
     )
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from cbatch_kernels import dispatch
 from torch import nn
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
@@ -57,6 +58,7 @@ def load_model(config: EngineConfig, shape: ModelShape) -> LoadedModel:
         del model  # before it is in memory twice
         model = load()
     _trim_heap()
+    dispatch.tune_attention(outline.device, outline.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim)
     known = {field.name: getattr(outline, field.name) for field in fields(outline)}
     return LoadedModel(model=model, **known | {"patched": bool(patched.value), "patched_reason": patched.reason})
 

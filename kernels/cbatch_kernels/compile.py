@@ -109,7 +109,7 @@ def find_compiler() -> Compiler:
 def _open_cached(compiler: Compiler, sources: Sequence[Path]) -> ctypes.CDLL:
     """Open the library in the cache, or one built anew. Raises BuildError."""
     name = f"cbatch-kernels-{_fingerprint(compiler, sources)}.so"
-    folder = _cache_folder()
+    folder = cache_folder()
     if folder is not None:
         file = folder / name
         try:
@@ -128,7 +128,7 @@ def _open_cached(compiler: Compiler, sources: Sequence[Path]) -> ctypes.CDLL:
             raise BuildError(f"the built kernels cannot be opened: {error}") from error
 
 
-def _cache_folder() -> Path | None:
+def cache_folder() -> Path | None:
     """Give the user's cache; None where there is no home either."""
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given) / "cbatch"

@@ -22,6 +22,7 @@ from cbatch_kernels.compiled_attention import (
     refuses_compiled_attention,
     takes_compiled_attention,
 )
+from cbatch_kernels.draw_tokens import DrawRules, draw_tokens_ref
 from cbatch_kernels.fixed_order_attention import fixed_order_attention
 from cbatch_kernels.gated import activate_and_multiply_ref
 from cbatch_kernels.linear import Activation
@@ -38,6 +39,7 @@ class AttentionChoice:
     name: str
     reason: str
     gathers: bool
+    reads_host: bool = False  # it looks at a step's lengths on the host, so that no captured step could call it
 
 
 LARGEST_TRITON_HEAD = 256
@@ -74,6 +76,19 @@ def choose_attention(
     else:
         return AttentionChoice(f"compiled for {kernels.instructions}", kernels.reason, gathers=False)
     return AttentionChoice("PyTorch in a fixed order" if fixed_order else "PyTorch reference", reason, gathers=True)
+
+
+def tune_attention(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Time the kernels' configurations for a model, where that was not done before; nothing on a CPU."""
+    if device.type == "cuda" and uses_triton(device) and head_dim <= LARGEST_TRITON_HEAD:
+        from cbatch_kernels import triton_tuning
+
+        triton_tuning.tune_attention(device, dtype, heads, kv_heads, head_dim)
+
+
+def takes_shared_prefixes(device: torch.device, head_dim: int) -> bool:
+    """Tell whether `paged_attention` makes use of `PagedMetadata.prefixes` on a device."""
+    return uses_triton(device) and head_dim <= LARGEST_TRITON_HEAD
 
 
 def paged_attention(
@@ -169,3 +184,12 @@ def activate_and_multiply(x: Tensor, activation: Activation) -> Tensor:
 
         return activate_and_multiply_triton(x, activation)
     return activate_and_multiply_ref(x, activation)
+
+
+def draw_tokens(logits: Tensor, rules: DrawRules) -> Tensor:
+    """Draw a token per row of logits; as `draw_tokens_ref`."""
+    if uses_triton(logits.device) and logits.stride(1) == 1:
+        from cbatch_kernels.triton_sampling import draw_tokens_triton
+
+        return draw_tokens_triton(logits, rules)
+    return draw_tokens_ref(logits, rules)

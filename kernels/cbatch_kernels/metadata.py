@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from cbatch_kernels.shared_prefix import SharedPrefixes
 from cbatch_kernels.upload import to_device
 
 HostLengths = npt.NDArray[np.int32]
@@ -38,6 +39,7 @@ class PagedMetadata:
     max_context_len: int
     context_starts: Tensor | None = None  # int32 [S]: the position of context token 0; None: 0 for all
     context_starts_host: HostLengths | None = None
+    prefixes: SharedPrefixes | None = None  # among the leading rows; None: nobody looked, or there are none
 
     @classmethod
     def build(
@@ -46,6 +48,7 @@ class PagedMetadata:
         context_lens: HostLengths,
         block_tables: Tensor,
         context_starts: HostLengths | None = None,
+        prefixes: SharedPrefixes | None = None,
     ) -> PagedMetadata:
         """Derive everything else from the lengths (int32 [S], host) and the tables, on the tables' device."""
         assert len(query_lens) == len(context_lens) == len(block_tables) > 0
@@ -67,4 +70,5 @@ class PagedMetadata:
             max_context_len=int(context_lens.max()),
             context_starts=None if context_starts is None else to_device(context_starts, device),
             context_starts_host=context_starts,
+            prefixes=prefixes,
         )

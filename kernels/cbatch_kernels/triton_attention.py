@@ -2,7 +2,9 @@
 
 One kernel attends for prompts and single tokens alike. Its unit is a tile: some query tokens of one sequence with all
 query heads of one KV head, whose keys are walked block by block where they lie in their pages. Few long contexts are
-cut into spans that are attended to side by side and joined by a second kernel. Shapes as in `paged_attention`.
+cut into spans that are attended to side by side and joined by a second kernel. Where single tokens' sequences begin
+with the same pages (`shared_prefix`) a kernel of its own attends to these first, for many rows at a time: its results
+are spans like others, and every row's own keys make the rest. Shapes as in `paged_attention`.
 
 Called by `dispatch`. Leaves out which implementation runs.
 
@@ -13,35 +15,21 @@ kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from cbatch_kernels.metadata import PagedMetadata
-from cbatch_kernels.triton_kernels.attention import attend, join_spans
+from cbatch_kernels.shared_prefix import SharedPrefixes
+from cbatch_kernels.triton_kernels.attention import attend, attend_prefixes, join_spans
 from cbatch_kernels.triton_launch import count_processors, dot_dtype, launch
+from cbatch_kernels.triton_tiles import MIN_DOT, Tiles, tiles_for
 
-MIN_DOT = 16  # the least that tensor cores multiply
-SINGLE_WARPS = 8
 LEAST_SPAN = 256  # keys that are worth a program of their own
 MAX_SPANS = 16
 PROGRAMS_PER_PROCESSOR = 2  # that hide one another's waits for memory
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """How much of a batch is worked on at a time: as much as fits the registers for heads of a size."""
-
-    prompt_rows: int  # query tokens of a prompt times query heads of a KV head
-    prompt_keys: int
-    prompt_warps: int
-    single_keys: int  # for sequences of one query token
-
-
-# By the largest head that they are for. In float32 no tensor core multiplies, and operands fill the registers.
-TILES = {64: Tiles(64, 64, 8, 64), 128: Tiles(128, 32, 8, 64), 256: Tiles(32, 16, 4, 32)}
-FLOAT32_TILES = {256: Tiles(32, 16, 8, 16)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +44,7 @@ class _Layer:
     window: int
     softcap: float | None
     sinks: Tensor | None
-
-    @property
-    def tiles(self) -> Tiles:
-        choices = FLOAT32_TILES if self.query.dtype == torch.float32 else TILES
-        return next(tiles for size, tiles in choices.items() if self.query.shape[2] <= size)
+    tiles: Tiles
 
     @property
     def kv_heads(self) -> int:
@@ -81,10 +65,13 @@ def paged_attention_triton(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    tiles: Tiles | None = None,
 ) -> Tensor:
-    """Attend a ragged batch over its pages; as the reference."""
+    """Attend a ragged batch over its pages; as the reference. In `tiles` where given, else those of the device."""
     assert key_pages.dtype == value_pages.dtype == query.dtype
-    layer = _Layer(query, key_pages, value_pages, metadata, scaling, sliding_window or 0, softcap, sinks)
+    heads = (query.shape[1], key_pages.shape[1], query.shape[2])
+    tiles = tiles or tiles_for(query.device, query.dtype, *heads)
+    layer = _Layer(query, key_pages, value_pages, metadata, scaling, sliding_window or 0, softcap, sinks, tiles)
     result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     result[metadata.num_query_tokens :].zero_()
     num_single, num_sequences = metadata.num_decode_rows, len(metadata.query_lens_host)
@@ -94,56 +81,104 @@ def paged_attention_triton(
         tile = max(1, layer.tiles.prompt_rows // _pad(layer.group))
         num_tokens = metadata.num_query_tokens - num_single
         num_tiles = num_tokens // tile + num_sequences - num_single
-        shape = (tile, layer.tiles.prompt_keys, layer.tiles.prompt_warps)
+        shape = (tile, layer.tiles.prompt_keys, layer.tiles.prompt_warps, layer.tiles.prompt_stages)
         _launch_attend(layer, result, (num_single, num_sequences), num_tiles, shape)
     return result
 
 
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """What is attended to side by side for the sequences with one query token, and joined."""
+
+    num_prefix: int  # the first of all
+    num_own: int
+    partial: Tensor  # float32 [R, heads, spans, head_dim]
+    peaks: Tensor  # float32 [R, heads, spans]
+    totals: Tensor
+
+    @property
+    def count(self) -> int:
+        return self.num_prefix + self.num_own
+
+
 def _attend_single_tokens(layer: _Layer, result: Tensor) -> None:
     """Attend the sequences with one query token: the leading ones."""
-    metadata = layer.metadata
-    num_rows = metadata.num_decode_rows
-    span, num_spans = _choose_spans(layer)
+    num_rows = layer.metadata.num_decode_rows
+    prefixes = layer.metadata.prefixes if not layer.window else None
     tile = max(1, MIN_DOT // _pad(layer.group))
     num_tiles = num_rows // tile + num_rows
-    shape = (tile, layer.tiles.single_keys, SINGLE_WARPS)
-    if num_spans == 1:
+    shape = (tile, layer.tiles.single_keys, layer.tiles.single_warps, layer.tiles.single_stages)
+    num_own = 1 if layer.window else _choose_spans(layer, num_rows)
+    if num_own == 1 and prefixes is None:
         _launch_attend(layer, result, (0, num_rows), num_tiles, shape)
         return
+    row_tile = max(1, layer.tiles.prompt_rows // _pad(layer.group))
+    num_prefix = 0 if prefixes is None else _choose_spans(layer, -(-num_rows // row_tile))
     heads, head_dim = layer.query.shape[1:]
-    partial = result.new_empty((num_rows, heads, num_spans, head_dim), dtype=torch.float32)
-    peaks, totals = partial.new_empty((2, num_rows, heads, num_spans))
-    spans = (span, num_spans, peaks, totals)
+    partial = result.new_empty((num_rows, heads, num_prefix + num_own, head_dim), dtype=torch.float32)
+    spans = _Spans(num_prefix, num_own, partial, *partial.new_empty((2, *partial.shape[:-1])))
+    if prefixes is not None:
+        _launch_attend_prefixes(layer, prefixes, row_tile, spans)
     _launch_attend(layer, partial, (0, num_rows), num_tiles, shape, spans)
     launch(
         join_spans,
         (num_rows, heads),
         result,
         partial,
-        peaks,
-        totals,
+        spans.peaks,
+        spans.totals,
         layer.sinks,
+        None if prefixes is None else prefixes.row_lens,
         HEAD_DIM=head_dim,
         HEAD_PAD=_pad(head_dim),
         HAS_SINKS=layer.sinks is not None,
-        NUM_SPANS=num_spans,
-        SPANS_PAD=_pad(num_spans),
+        PREFIX_SPANS=num_prefix,
+        NUM_SPANS=spans.count,
+        SPANS_PAD=_pad(spans.count),
     )
 
 
-def _choose_spans(layer: _Layer) -> tuple[int, int]:
-    """Choose how many keys a program walks over, and how many programs share a context.
+def _choose_spans(layer: _Layer, num_tiles: int) -> int:
+    """Choose how many programs share a context: as many as keep the device busy, by the longest one.
 
-    As many as keep the device busy, by the longest context; a window leaves few keys, which are not shared.
+    How many keys each of them walks over follows from the context, on the device: a captured launch serves any.
     """
-    metadata = layer.metadata
-    longest = int(metadata.context_lens_host[: metadata.num_decode_rows].max())
+    longest = int(layer.metadata.context_lens_host[: layer.metadata.num_decode_rows].max())
     programs = PROGRAMS_PER_PROCESSOR * count_processors(layer.query.device)
-    wanted = -(-programs // (metadata.num_decode_rows * layer.kv_heads))
-    num_spans = 1 if layer.window else max(1, min(wanted, MAX_SPANS, longest // LEAST_SPAN))
-    block = layer.tiles.single_keys
-    span = -(-longest // (num_spans * block)) * block
-    return span, -(-longest // span)
+    wanted = -(-programs // (num_tiles * layer.kv_heads))
+    return max(1, min(wanted, MAX_SPANS, longest // LEAST_SPAN))
+
+
+def _launch_attend_prefixes(layer: _Layer, prefixes: SharedPrefixes, row_tile: int, spans: _Spans) -> None:
+    """Attend to the prefixes that rows share, into the first of `spans`."""
+    launch(
+        attend_prefixes,
+        (prefixes.num_rows // row_tile + prefixes.max_groups, layer.kv_heads, spans.num_prefix),
+        layer.query,
+        layer.key_pages,
+        layer.value_pages,
+        spans.partial,
+        spans.peaks,
+        spans.totals,
+        prefixes.cu_members,
+        prefixes.members,
+        prefixes.group_lens,
+        layer.metadata.block_tables,
+        prefixes.max_groups,
+        *layer.query.stride(),
+        *layer.key_pages.stride(),
+        *layer.value_pages.stride(),
+        layer.metadata.block_tables.stride(0),
+        layer.scaling,
+        layer.softcap or 0.0,
+        **_constants(layer),
+        ROW_TILE=row_tile,
+        KEY_BLOCK=layer.tiles.prompt_keys,
+        NUM_SPANS=spans.num_prefix,
+        ALL_SPANS=spans.count,
+        num_warps=layer.tiles.prompt_warps,
+        num_stages=layer.tiles.prompt_stages,
+    )
 
 
 def _launch_attend(
@@ -151,17 +186,17 @@ def _launch_attend(
     result: Tensor,
     sequences: tuple[int, int],
     num_tiles: int,
-    shape: tuple[int, int, int],
-    spans: tuple[int, int, Tensor, Tensor] | None = None,
+    shape: tuple[int, int, int, int],
+    spans: _Spans | None = None,
 ) -> None:
     """Attend for the sequences from the first to before the second; without `spans` a context is walked at once.
 
-    `shape` of a program: query tokens, keys at a time, warps.
+    `shape` of a program: query tokens, keys at a time, warps, and blocks of keys that are on their way at once.
     """
-    query_tile, key_block, num_warps = shape
+    query_tile, key_block, num_warps, num_stages = shape
     query, key_pages, value_pages, metadata = layer.query, layer.key_pages, layer.value_pages, layer.metadata
-    span, num_spans, peaks, totals = spans if spans is not None else (0, 1, None, None)
-    head_dim = query.shape[2]
+    starts = metadata.prefixes.row_lens if spans is not None and metadata.prefixes is not None else None
+    num_spans = spans.num_own if spans is not None else 1
     launch(
         attend,
         (num_tiles, layer.kv_heads, num_spans),
@@ -169,10 +204,11 @@ def _launch_attend(
         key_pages,
         value_pages,
         result,
-        peaks,
-        totals,
+        spans.peaks if spans is not None else None,
+        spans.totals if spans is not None else None,
         metadata.cu_seqlens_q,
         metadata.context_lens,
+        starts,
         metadata.block_tables,
         layer.sinks,
         *sequences,
@@ -182,22 +218,33 @@ def _launch_attend(
         metadata.block_tables.stride(0),
         layer.scaling,
         layer.softcap or 0.0,
-        span,
-        GROUP=layer.group,
-        GROUP_PAD=_pad(layer.group),
-        HEAD_DIM=head_dim,
-        HEAD_PAD=max(MIN_DOT, _pad(head_dim)),
-        PAGE_SIZE=key_pages.shape[2],
+        **_constants(layer),
         QUERY_TILE=query_tile,
         KEY_BLOCK=key_block,
         WINDOW=layer.window,
-        HAS_SOFTCAP=layer.softcap is not None,
         HAS_SINKS=layer.sinks is not None,
+        HAS_STARTS=starts is not None,
         NUM_SPANS=num_spans,
-        DOT=dot_dtype(query.dtype),
-        PRECISION="ieee",
+        FIRST_SPAN=spans.num_prefix if spans is not None else 0,
+        ALL_SPANS=spans.count if spans is not None else 1,
         num_warps=num_warps,
+        num_stages=num_stages,
     )
+
+
+def _constants(layer: _Layer) -> dict[str, Any]:
+    """Give what every kernel that attends is compiled for."""
+    head_dim = layer.query.shape[2]
+    return {
+        "GROUP": layer.group,
+        "GROUP_PAD": _pad(layer.group),
+        "HEAD_DIM": head_dim,
+        "HEAD_PAD": max(MIN_DOT, _pad(head_dim)),
+        "PAGE_SIZE": layer.key_pages.shape[2],
+        "HAS_SOFTCAP": layer.softcap is not None,
+        "DOT": dot_dtype(layer.query.dtype),
+        "PRECISION": "ieee",
+    }
 
 
 def _pad(count: int) -> int:

@@ -159,7 +159,8 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits = torch.full((1, 4), float("-inf"))
     logits[0, 2] = 0.0
     for uniform in (0.0, 0.5, 1.0 - 2.0**-53):
-        batch = replace(batch_of([make_request(SamplingParams(temperature=1.0))]), uniform=np.array([uniform]))
+        batch = batch_of([make_request(SamplingParams(temperature=1.0))])
+        batch = replace(batch, rules=replace(batch.rules, uniform=np.array([uniform])))
         assert sample(logits, batch).tolist() == [2]
 
 

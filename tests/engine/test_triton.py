@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cbatch_kernels import triton_attention, triton_rows
+from cbatch_kernels import shared_prefix, triton_attention, triton_rows
 
 from cbatch.config import EngineConfig, SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.engine.request import Prompt
 from tests.engine.reference import count_near_ties, generate_references
-from tests.engine.tiny_engine import load_tiny, make_tokens, run
+from tests.engine.test_graphs import Recorder, replay
+from tests.engine.tiny_engine import load_tiny, make_engine, make_tokens, run
 from tests.tiny_models import build_tiny
 
 pytest.importorskip("triton")
@@ -68,3 +69,28 @@ def test_tokens_equal_those_of_generate(family: str, kernels: set[str], launched
     assert launched["attend"] >= engine.stats.steps * layers
     assert launched["rope_cache_write"] == engine.stats.steps * layers
     assert engine.plan.attention == "Triton"
+
+
+# Rows of padding read a page that nothing was written to.
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+def test_rows_that_begin_alike_attend_to_that_together_in_replayed_steps_too(
+    launched: Counter[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shared_prefix, "LEAST_ROWS", 2)
+    monkeypatch.setattr(shared_prefix, "LEAST_SAVED", 1)
+    loaded = load_tiny(build_tiny("llama", tmp_path))
+    common = make_tokens(24)
+    rows = [
+        Prompt(i, [*common, *make_tokens(1 + i, seed=i)], SamplingParams(max_tokens=3 + i, ignore_eos=True))
+        for i in range(3)
+    ]
+    settings = {"page_size": 8, "speculation": False, "max_requests_per_batch": 3}
+    with monkeypatch.context() as compiled:
+        compiled.delenv("TRITON_INTERPRET")
+        expected = [output.token_ids for output in run(make_engine(loaded, **settings), *rows)]
+    launched.clear()
+    engine, device = make_engine(loaded, **settings), Recorder()
+    replay(engine, device, rows=3)
+    assert [output.token_ids for output in run(engine, *rows)] == expected
+    assert len(device.rows) == 2, "a shape where they begin alike, and one for the last row alone"
+    assert launched["attend_prefixes"] >= (device.num_replays - 1) * loaded.shape.num_layers

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
-from cbatch_kernels import dispatch
+from cbatch_kernels import dispatch, shared_prefix
 from cbatch_kernels.cache_write import cache_write_ref
 from cbatch_kernels.gated import activate_and_multiply_ref
 from cbatch_kernels.linear import Activation
 from cbatch_kernels.metadata import PagedMetadata
 from cbatch_kernels.rms_norm import rms_norm_ref
 from cbatch_kernels.rope_cache_write import rope_cache_write_ref
+from cbatch_kernels.shared_prefix import SharedPrefixes, find_groups
 
+from tests.kernels.draws import ROWS, assert_drawn, make_rules
 from tests.kernels.oracle import TOLERANCE, Case, Variant, attend, build_case, run
 
 CUDA = "cuda"
@@ -61,6 +66,57 @@ def test_attention_equals_the_oracle(variant: Variant, lens: list[tuple[int, int
     result = run(on_device(case), variant).cpu().double()
     tolerance = TOLERANCE[variant.dtype]
     torch.testing.assert_close(result, attend(case, variant), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (9, 3), (4, 4)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_rows_that_begin_alike_equal_the_oracle(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two prefixes of 640 tokens under rows of every length, and a prompt beside them."""
+    monkeypatch.setattr(shared_prefix, "LEAST_SAVED", 640)
+    variant = Variant(
+        num_heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, has_sinks=True, scaling=head_dim**-0.5
+    )
+    lens = [*((1, 640 + n) for n in (1, 17, 40, 64, 65, 300, 3, 128, 90, 5, 7, 33)), (20, 700)]
+    case = build_case(variant, lens, shared_pages=40, num_prefixes=2)
+    moved = on_device(case)
+    rows = case.metadata.num_decode_rows
+    groups = find_groups(case.metadata.block_tables[:rows].numpy(), case.metadata.context_lens_host[:rows], 16)
+    assert len(groups) == 2
+    prefixes = SharedPrefixes.build(groups, rows, 16, torch.device(CUDA))
+    result = run(replace(moved, metadata=replace(moved.metadata, prefixes=prefixes)), variant).cpu().double()
+    torch.testing.assert_close(result, attend(case, variant), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("vocab", [100, 49152, 128256])
+def test_tokens_are_drawn_from_their_numbers_share(dtype: torch.dtype, vocab: int) -> None:
+    rows = ROWS * 3
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(len(rows), vocab, generator=generator) * 3).to(dtype)
+    uniform = np.random.default_rng(vocab).random(len(rows))
+    tokens = dispatch.draw_tokens(logits.to(CUDA), make_rules(rows, uniform))
+    assert_drawn(tokens.cpu(), logits, rows, uniform)
+
+
+def test_tiles_that_are_timed_are_kept_and_give_what_the_oracle_gives(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from cbatch_kernels import triton_tiles
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    triton_tiles.choices_of.cache_clear()
+    dispatch.tune_attention(torch.device(CUDA), torch.bfloat16, 32, 8, 128)
+    (file,) = (tmp_path / "cbatch").glob("triton-choices-*.json")
+    assert len(json.loads(file.read_text())) == 2
+    variant = Variant(num_heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, scaling=128**-0.5)
+    case = build_case(variant, MIXED)
+    result = run(on_device(case), variant).cpu().double()
+    torch.testing.assert_close(result, attend(case, variant), atol=3e-2, rtol=3e-2)
+    triton_tiles.choices_of.cache_clear()
+    triton_tiles.tiles_for.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

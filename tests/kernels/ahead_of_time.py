@@ -20,9 +20,11 @@ from typing import Any, get_args
 import numpy as np
 import torch
 import triton
-from cbatch_kernels import triton_attention, triton_rows
+from cbatch_kernels import triton_attention, triton_rows, triton_sampling
+from cbatch_kernels.draw_tokens import DrawRules
 from cbatch_kernels.linear import Activation
 from cbatch_kernels.metadata import PagedMetadata
+from cbatch_kernels.shared_prefix import SharedPrefixes
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
@@ -71,7 +73,7 @@ def main(architecture: int) -> None:
         }
         print(json.dumps(found), flush=True)
 
-    triton_attention.launch = triton_rows.launch = launch
+    triton_attention.launch = triton_rows.launch = triton_sampling.launch = launch
     triton_attention.count_processors = lambda _: PROCESSORS
     for name, call in calls():  # noqa: B007  # `launch` reads it
         call()
@@ -94,12 +96,16 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     for model in MODELS:
         for batch in BATCHES:
             yield f"{model} over {batch}", partial(attend, torch.bfloat16, model, batch)
+        if model[3] is None:
+            yield f"{model} over a shared prefix", partial(attend, torch.bfloat16, model, BATCHES[1], shares=True)
+    yield "float32 over a shared prefix", partial(attend, torch.float32, MODELS[0], BATCHES[1], shares=True)
     yield "float32", partial(attend, torch.float32, MODELS[0], BATCHES[2])
     yield "float16", partial(attend, torch.float16, MODELS[0], BATCHES[2])
     for dtype in DTYPES:
         x, weight = empty(64, WIDEST, dtype=dtype), empty(WIDEST, dtype=torch.float32)
         yield f"{dtype}", partial(triton_rows.rms_norm_triton, x, weight, 1e-5)
         yield f"{dtype}", partial(write, dtype)
+        yield f"{dtype}", partial(draw, dtype)
     for activation in get_args(Activation):
         x = empty(64, 28672, dtype=torch.bfloat16)
         yield activation, partial(triton_rows.activate_and_multiply_triton, x, activation)
@@ -109,12 +115,13 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def attend(dtype: torch.dtype, model: tuple[Any, ...], batch: tuple[int, int, int]) -> None:
+def attend(dtype: torch.dtype, model: tuple[Any, ...], batch: tuple[int, int, int], *, shares: bool = False) -> None:
     heads, kv_heads, head_dim, window, softcap, has_sinks = model
     rows, query_len, context = batch
     pages = empty(9999, kv_heads, 16, head_dim, dtype=dtype)
     lens = [np.full(rows, length, dtype=np.int32) for length in (query_len, context)]
-    metadata = PagedMetadata.build(*lens, empty(rows, 1024, dtype=torch.int32))
+    prefixes = SharedPrefixes.allocate(rows, torch.device("meta")) if shares else None
+    metadata = PagedMetadata.build(*lens, empty(rows, 1024, dtype=torch.int32), prefixes=prefixes)
     triton_attention.paged_attention_triton(
         empty(rows * query_len, heads, head_dim, dtype=dtype),
         pages,
@@ -133,6 +140,11 @@ def write(dtype: torch.dtype) -> None:
     slots = empty(64, dtype=torch.int64)
     triton_rows.rope_cache_write_triton(query, key, key, angles, angles, pages, pages, slots)
     triton_rows.cache_write_triton(key, key, pages, pages, slots)
+
+
+def draw(dtype: torch.dtype) -> None:
+    rules = DrawRules(*np.zeros((5, 64), dtype=np.float64))
+    triton_sampling.draw_tokens_triton(empty(64, 128256, dtype=dtype), rules)
 
 
 if __name__ == "__main__":

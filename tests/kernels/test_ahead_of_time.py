@@ -14,7 +14,15 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that a program may have
-KERNELS = {"attend", "join_spans", "rms_norm", "activate_and_multiply", "rope_cache_write"}
+KERNELS = {
+    "attend",
+    "attend_prefixes",
+    "join_spans",
+    "rms_norm",
+    "activate_and_multiply",
+    "rope_cache_write",
+    "draw_tokens",
+}
 
 
 @pytest.mark.parametrize("architecture", SHARED_MEMORY)

@@ -27,12 +27,14 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 SMALL = ["--rows", "2", "--query", "3", "--context", "40", "--heads", "4", "--kv-heads", "2", "--head-dim", "32"]
+SMALL += ["--vocab", "100"]
 
 
 @pytest.mark.parametrize(
     ("op", "megabytes", "megaflops"),
     [
         ("paged_attention", (2 * 3 * 2 * 2 * 16 * 32 + 2 * 6 * 128) * 4 / 1e6, 4 * 2 * (38 + 39 + 40) * 128 / 1e6),
+        ("draw_tokens", 2 * 100 * 4 / 1e6, 2 * 100 / 1e6),
         ("cache_write", 2 * 2 * 6 * 64 * 4 / 1e6, 0.0),
         ("rms_norm", 2 * 6 * 128 * 4 / 1e6, 4 * 6 * 128 / 1e6),
         ("rope_cache_write", (2 * 6 * 256 + 2 * 6 * 32) * 4 / 1e6, 3 * 6 * 192 / 1e6),

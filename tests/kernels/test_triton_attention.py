@@ -49,7 +49,7 @@ def test_contexts_that_are_cut_into_spans_equal_the_oracle(
     variant: Variant, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, tuple[int, ...]]]
 ) -> None:
     monkeypatch.setattr(module, "LEAST_SPAN", 32)
-    monkeypatch.setattr(module, "FLOAT32_TILES", {64: module.Tiles(64, 32, 8, 16)})
+    monkeypatch.setattr(module, "tiles_for", lambda *_: module.Tiles(64, 32, 8, 16))
     monkeypatch.setattr(module, "count_processors", lambda _: 64)
     check(build_case(variant, LONG), variant)
     (_, grid), (join, _), (_, prompt) = launched
@@ -60,7 +60,7 @@ def test_a_window_is_walked_at_once(
     monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, tuple[int, ...]]]
 ) -> None:
     monkeypatch.setattr(module, "LEAST_SPAN", 1)
-    monkeypatch.setattr(module, "FLOAT32_TILES", {64: module.Tiles(64, 32, 8, 16)})
+    monkeypatch.setattr(module, "tiles_for", lambda *_: module.Tiles(64, 32, 8, 16))
     variant = Variant(sliding_window=20)
     check(build_case(variant, LONG), variant)
     assert [(name, grid[2:]) for name, grid in launched] == [("attend", (1,)), ("attend", (1,))]
@@ -68,7 +68,7 @@ def test_a_window_is_walked_at_once(
 
 @pytest.mark.parametrize("rows", [16, 32, 128])
 def test_prompts_in_tiles_of_any_size_equal_the_oracle(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FLOAT32_TILES", {64: module.Tiles(rows, 32, 8, 64)})
+    monkeypatch.setattr(module, "tiles_for", lambda *_: module.Tiles(rows, 32, 8, 64))
     variant = Variant(sliding_window=40)
     check(build_case(variant, [(70, 70), (2, 50), (33, 100), (1, 1)]), variant)
 

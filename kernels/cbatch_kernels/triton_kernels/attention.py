@@ -1,7 +1,8 @@
 """The kernels behind `triton_attention`, which launches them and says what their arguments are.
 
 A program of `attend` works on a tile: some query tokens of one sequence with all query heads of one KV head, and on a
-span of that sequence's keys. `join_spans` adds spans up.
+span of that sequence's keys. One of `attend_prefixes` works on single tokens of sequences that begin with the same
+pages, and on a span of these. `join_spans` adds spans up.
 """
 
 import triton
@@ -18,6 +19,7 @@ def attend(
     total_ptr,  # as peak_ptr: the sum of its weights
     cu_seqlens_ptr,
     context_lens_ptr,
+    starts_ptr,  # int32 [sequences]: keys that were attended to before, by `attend_prefixes`
     tables_ptr,
     sinks_ptr,
     first_sequence,
@@ -36,7 +38,6 @@ def attend(
     table_stride,
     scaling,
     softcap,
-    span,  # keys of a span, a multiple of KEY_BLOCK
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -47,7 +48,10 @@ def attend(
     WINDOW: tl.constexpr,  # 0: none
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    NUM_SPANS: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    NUM_SPANS: tl.constexpr,  # that are made here
+    FIRST_SPAN: tl.constexpr,  # where these lie among
+    ALL_SPANS: tl.constexpr,  # those that are joined; 1: what is made here is all
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -73,11 +77,10 @@ def attend(
     first_key = 0
     if WINDOW > 0:
         first_key = tl.maximum(first_position + tile - WINDOW + 1, 0)
+    if HAS_STARTS:
+        first_key = tl.load(starts_ptr + sequence)
     end_key = tl.minimum(first_position + tile + QUERY_TILE, context_len)
-    begin, end = (first_key // KEY_BLOCK) * KEY_BLOCK, end_key
-    if NUM_SPANS > 1:
-        begin = tl.maximum(begin, part * span)
-        end = tl.minimum(end_key, (part + 1) * span)
+    begin, end = find_span(first_key // KEY_BLOCK * KEY_BLOCK, end_key, part, NUM_SPANS, KEY_BLOCK)
     peak, total, result = walk_keys(
         query,
         key_ptr + kv_head * key_head_stride,
@@ -98,8 +101,8 @@ def attend(
         PRECISION,
     )
     results_at = tokens_at * tl.num_programs(1) * GROUP + heads
-    if NUM_SPANS > 1:
-        results_at = results_at * NUM_SPANS + part
+    if ALL_SPANS > 1:
+        results_at = results_at * ALL_SPANS + FIRST_SPAN + part
         tl.store(peak_ptr + results_at, peak, mask=is_row)
         tl.store(total_ptr + results_at, total, mask=is_row)
     else:
@@ -109,6 +112,94 @@ def attend(
     tl.store(
         result_ptr + (results_at * HEAD_DIM)[:, None] + dims[None, :],
         result.to(result_ptr.dtype.element_ty),
+        mask=is_row[:, None] & is_dim[None, :],
+    )
+
+
+@triton.jit
+def attend_prefixes(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    partial_ptr,  # float32 [R, heads, ALL_SPANS, head_dim], as the next two: the first spans are made here
+    peak_ptr,
+    total_ptr,
+    cu_members_ptr,  # int32 [groups + 1]
+    members_ptr,  # int32 [R]: rows, group by group
+    prefix_lens_ptr,  # int32 [groups]
+    tables_ptr,
+    num_groups,
+    query_token_stride,
+    query_head_stride,
+    query_dim_stride,
+    key_page_stride,
+    key_head_stride,
+    key_slot_stride,
+    key_dim_stride,
+    value_page_stride,
+    value_head_stride,
+    value_slot_stride,
+    value_dim_stride,
+    table_stride,
+    scaling,
+    softcap,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    NUM_SPANS: tl.constexpr,
+    ALL_SPANS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    kv_head, part = tl.program_id(1), tl.program_id(2)
+    group, first_member, num_members, tile = find_tile(cu_members_ptr, 0, num_groups, ROW_TILE)
+    if tile >= num_members:
+        return
+    prefix_len = tl.load(prefix_lens_ptr + group)
+    table = tl.load(members_ptr + first_member).to(tl.int64) * table_stride  # any member's will do
+    rows, dims = tl.arange(0, ROW_TILE * GROUP_PAD), tl.arange(0, HEAD_PAD)
+    members, group_heads = tile + rows // GROUP_PAD, rows % GROUP_PAD
+    is_row = (members < num_members) & (group_heads < GROUP)
+    is_dim = dims < HEAD_DIM
+    heads = kv_head * GROUP + group_heads
+    tokens_at = tl.load(members_ptr + first_member + members, mask=is_row, other=0).to(tl.int64)
+    query_at = tokens_at * query_token_stride + heads * query_head_stride
+    query = tl.load(
+        query_ptr + query_at[:, None] + dims[None, :] * query_dim_stride,
+        mask=is_row[:, None] & is_dim[None, :],
+        other=0.0,
+    )
+    begin, end = find_span(0, prefix_len, part, NUM_SPANS, KEY_BLOCK)
+    peak, total, result = walk_keys(
+        query,
+        key_ptr + kv_head * key_head_stride,
+        value_ptr + kv_head * value_head_stride,
+        tables_ptr + table,
+        tl.zeros_like(rows) + prefix_len,
+        (begin, end, 0, prefix_len),
+        (key_page_stride, key_slot_stride, key_dim_stride),
+        (value_page_stride, value_slot_stride, value_dim_stride),
+        scaling,
+        softcap,
+        HEAD_DIM,
+        PAGE_SIZE,
+        KEY_BLOCK,
+        0,
+        HAS_SOFTCAP,
+        DOT,
+        PRECISION,
+    )
+    results_at = (tokens_at * tl.num_programs(1) * GROUP + heads) * ALL_SPANS + part
+    tl.store(peak_ptr + results_at, peak, mask=is_row)
+    tl.store(total_ptr + results_at, total, mask=is_row)
+    tl.store(
+        partial_ptr + (results_at * HEAD_DIM)[:, None] + dims[None, :],
+        result,
         mask=is_row[:, None] & is_dim[None, :],
     )
 
@@ -199,6 +290,17 @@ def find_tile(cu_seqlens_ptr, first_sequence, end_sequence, QUERY_TILE: tl.const
 
 
 @triton.jit
+def find_span(first_key, end_key, part, NUM_SPANS: tl.constexpr, KEY_BLOCK: tl.constexpr):
+    """Find the keys of a part where programs share them, whole blocks each: by what is there, not by the launch."""
+    begin, end = first_key, end_key
+    if NUM_SPANS > 1:
+        span = tl.cdiv(tl.cdiv(end_key - first_key, NUM_SPANS), KEY_BLOCK) * KEY_BLOCK
+        begin = first_key + part * span
+        end = tl.minimum(end_key, begin + span)
+    return begin, end
+
+
+@triton.jit
 def cap(scores, softcap):
     """softcap * tanh(scores / softcap), which overflows nowhere."""
     fall = tl.exp(-2.0 * tl.abs(scores) / softcap)
@@ -221,9 +323,11 @@ def join_spans(
     peak_ptr,  # float32 [T, heads, spans]
     total_ptr,
     sinks_ptr,
+    starts_ptr,  # int32 [T]: where it is 0, nothing was written to the prefix's spans
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    PREFIX_SPANS: tl.constexpr,  # the first of all
     NUM_SPANS: tl.constexpr,
     SPANS_PAD: tl.constexpr,
 ):
@@ -231,6 +335,8 @@ def join_spans(
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + head
     parts, dims = tl.arange(0, SPANS_PAD), tl.arange(0, HEAD_PAD)
     is_part, is_dim = parts < NUM_SPANS, dims < HEAD_DIM
+    if PREFIX_SPANS > 0:
+        is_part = is_part & ((parts >= PREFIX_SPANS) | (tl.load(starts_ptr + tl.program_id(0)) > 0))
     peaks = tl.load(peak_ptr + row * NUM_SPANS + parts, mask=is_part, other=float("-inf"))
     totals = tl.load(total_ptr + row * NUM_SPANS + parts, mask=is_part, other=0.0)
     partial = tl.load(

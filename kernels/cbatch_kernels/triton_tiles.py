@@ -1,0 +1,97 @@
+"""How much of a batch the attention kernels work on at a time, by device: a fixed table, and what was timed on a card.
+
+`tiles_for` is asked by `triton_attention` for every layer. `candidates` is what `triton_tuning` times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+import triton
+
+from cbatch_kernels import triton_kernels
+from cbatch_kernels.compile import cache_folder
+from cbatch_kernels.tuned_choices import TunedChoices, fingerprint
+
+MIN_DOT = 16  # the least that tensor cores multiply
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """As much as fits the registers for heads of a size."""
+
+    prompt_rows: int  # query tokens of a prompt, or of rows that share a prefix, times query heads of a KV head
+    prompt_keys: int
+    prompt_warps: int
+    single_keys: int  # for sequences of one query token
+    single_warps: int = 8
+    prompt_stages: int = 3  # blocks of keys that are on their way at once
+    single_stages: int = 3
+
+
+# By the largest head that they are for. In float32 no tensor core multiplies, and operands fill the registers.
+TILES = {64: Tiles(64, 64, 8, 64), 128: Tiles(128, 32, 8, 64), 256: Tiles(32, 16, 4, 32)}
+FLOAT32_TILES = {256: Tiles(32, 16, 8, 16)}
+# (rows, keys, warps, stages) and (keys, warps, stages) beside the fixed ones, in 16 bits.
+PROMPT_CANDIDATES = ((64, 32, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3))
+SINGLE_CANDIDATES = ((32, 4, 3), (64, 4, 3), (64, 4, 2), (128, 8, 2))
+
+
+def fixed_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
+    """Give what works on any card."""
+    choices = FLOAT32_TILES if dtype == torch.float32 else TILES
+    return next(tiles for size, tiles in choices.items() if head_dim <= size)
+
+
+def candidates(dtype: torch.dtype, head_dim: int, *, single: bool) -> list[Tiles]:
+    """Give what is worth timing for prompts, or for single tokens; the fixed ones first."""
+    fixed = fixed_tiles(dtype, head_dim)
+    if dtype == torch.float32:
+        return [fixed]
+    if single:
+        others = (
+            replace(fixed, single_keys=keys, single_warps=warps, single_stages=stages)
+            for keys, warps, stages in SINGLE_CANDIDATES
+        )
+    else:
+        others = (
+            replace(fixed, prompt_rows=rows, prompt_keys=keys, prompt_warps=warps, prompt_stages=stages)
+            for rows, keys, warps, stages in PROMPT_CANDIDATES
+        )
+    return list(dict.fromkeys([fixed, *others]))
+
+
+@cache
+def tiles_for(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> Tiles:
+    """Give the tiles that were fastest on the device for a model's heads; the fixed ones where nothing was timed."""
+    fixed = fixed_tiles(dtype, head_dim)
+    if device.type != "cuda":
+        return fixed
+    prompt, single = (
+        choices_of(device).get(tiles_key(kind, dtype, heads, kv_heads, head_dim)) for kind in ("prompt", "single")
+    )
+    best_prompt = fixed if prompt is None else Tiles(*prompt)
+    best_single = fixed if single is None else Tiles(*single)
+    return replace(
+        best_prompt,
+        single_keys=best_single.single_keys,
+        single_warps=best_single.single_warps,
+        single_stages=best_single.single_stages,
+    )
+
+
+def tiles_key(kind: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> str:
+    """Name what tiles are timed for; the number of fields is part of it, since a choice is all of them."""
+    return f"{kind} {dtype} {heads}/{kv_heads} heads of {head_dim}, {len(astuple(Tiles(0, 0, 0, 0)))} numbers"
+
+
+@cache
+def choices_of(device: torch.device) -> TunedChoices:
+    """Open the choices for a card: its name, the kernels' text and Triton's version name the file."""
+    folder = cache_folder()
+    sources = Path(triton_kernels.__file__).parent.glob("*.py")
+    name = fingerprint(sources, torch.cuda.get_device_name(device), triton.__version__)
+    return TunedChoices(None if folder is None else folder / f"triton-choices-{name}.json")
