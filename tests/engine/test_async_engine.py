@@ -23,7 +23,7 @@ from cbatch.models.load import LoadedModel
 from tests.engine.late import run_ahead
 from tests.engine.test_graphs import Recorder, replay
 from tests.engine.tiny_engine import load_tiny, make_engine, make_tokens, run
-from tests.tiny_models import build_tiny
+from tests.tiny_models import EOS_ID, build_tiny
 
 PAGE_SIZE = 4
 POOLS, CHUNKS, HOST_GIB = (40, 56, 400), (3, 17, 512), (0.0, 1e-3)
@@ -58,7 +58,7 @@ def make_prompts() -> list[Prompt]:
         SamplingParams(max_tokens=12, logprobs=2, ignore_eos=True),
         SamplingParams(max_tokens=8, logprobs=0, prompt_logprobs=1, temperature=1.0, top_k=20, top_p=0.9, seed=7),
         SamplingParams(max_tokens=0, prompt_logprobs=0),
-        SamplingParams(max_tokens=14, logit_bias=((17, 40.0), (2, -100.0)), min_tokens=3),
+        SamplingParams(max_tokens=14, logit_bias=((EOS_ID, 100.0),), min_tokens=3),  # and not one more
         SamplingParams(
             max_tokens=30, temperature=2.0, min_p=0.02, seed=8, stop_token_ids=tuple(range(20, 60)), logprobs=1
         ),
