@@ -21,6 +21,8 @@ class Facts:
     no_cuda_graph: bool = False  # asked for
     async_batching: bool = False
     speculation: bool = False
+    attention_library: bool = False  # FlashAttention or FlashInfer
+    attention_plans: bool = False  # on the host, every step
     block_sharing: bool = False
     template: bool = False
     prompt_column: bool = False
@@ -108,6 +110,20 @@ EXCLUSIONS = (
         other="speculation",
         excludes=lambda facts: facts.async_batching and facts.speculation,
         why="use_async_batching prepares a step before the tokens are known that speculation guesses from",
+        hint="leave one out",
+    ),
+    Exclusion(
+        one="--attention flash_attn or flashinfer",
+        other="a CPU",
+        excludes=lambda facts: facts.attention_library and facts.device not in (None, "cuda"),
+        why="FlashAttention and FlashInfer need a CUDA device",
+        hint="--attention cbatch",
+    ),
+    Exclusion(
+        one="use_cuda_graph",
+        other="--attention flashinfer",
+        excludes=lambda facts: facts.cuda_graph and facts.attention_plans,
+        why="use_cuda_graph cannot capture FlashInfer, which plans every step on the host",
         hint="leave one out",
     ),
     Exclusion(

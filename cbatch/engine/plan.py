@@ -12,6 +12,7 @@ from math import lcm
 from typing import TypeVar
 
 import torch
+from cbatch_kernels.attention_libraries import LIBRARIES
 from cbatch_kernels.dispatch import AttentionChoice
 
 from cbatch.compatibility import NO_SHARING, Facts, check
@@ -127,13 +128,16 @@ def check_config(config: EngineConfig, shape: ModelShape) -> None:
         raise UsageError(f"unknown scheduler_type '{config.scheduler_type}'", hint=f"known: {', '.join(SCHEDULERS)}")
     if config.deterministic:
         check_deterministic(shape, choose_device(config.device).value)
-    if config.use_cuda_graph or config.use_async_batching:
+    library = LIBRARIES.get(config.attention)
+    if config.use_cuda_graph or config.use_async_batching or library is not None:
         check(
             Facts(
                 cuda_graph=bool(config.use_cuda_graph),
                 no_cuda_graph=config.use_cuda_graph is False,
                 async_batching=bool(config.use_async_batching),
                 speculation=bool(config.speculation),
+                attention_library=library is not None,
+                attention_plans=library is not None and library.reads_host,
                 device=choose_device(config.device).value.type,
                 has_experts=shape.has_experts,
             )

@@ -25,16 +25,13 @@ TOLERANCE = 3e-2  # for values of about one in 16 bits
 
 
 def choose_attention(config: EngineConfig, outline: ModelOutline) -> AttentionChoice:
-    """Say what attends. Raises UsageError where a library was asked for that cannot."""
+    """Say what attends. Raises UsageError where a library was asked for that cannot serve the model."""
     library = LIBRARIES.get(config.attention)
     head_dim = outline.shape.head_dim
     if library is None:
         fixed_order = bool(config.deterministic)
         return dispatch.choose_attention(outline.device, outline.dtype, head_dim, fixed_order=fixed_order)
-    refused = library.refuses(outline.dtype, head_dim)
-    if outline.device.type != "cuda":
-        refused = "needs a CUDA device"
-    if refused is not None:
+    if (refused := library.refuses(outline.dtype, head_dim)) is not None:
         raise UsageError(f"{library.name} {refused}", hint=OURS)
     return AttentionChoice(
         library.name, "given, and compared with our own on a batch", gathers=False, reads_host=library.reads_host

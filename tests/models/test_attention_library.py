@@ -15,6 +15,7 @@ from cbatch.config import EngineConfig, SamplingParams
 from cbatch.engine import engine as engine_module
 from cbatch.engine.engine import Engine
 from cbatch.engine.execution import decide_execution
+from cbatch.engine.plan import check_config
 from cbatch.engine.request import Prompt
 from cbatch.errors import UsageError
 from cbatch.models.attention_library import choose_attention, open_library
@@ -56,8 +57,9 @@ def test_a_model_that_a_library_cannot_do_is_refused(
 
 
 def test_on_a_cpu_a_library_is_refused_and_ours_is_the_default(loaded: LoadedModel) -> None:
-    with pytest.raises(UsageError, match="FlashInfer needs a CUDA device"):
-        choose_attention(config("flashinfer"), loaded)
+    for name in MODULES:
+        with pytest.raises(UsageError, match="need a CUDA device"):
+            check_config(config(name, device="cpu"), loaded.shape)
     assert choose_attention(config("auto"), loaded) == choose_attention(config("cbatch"), loaded)
     assert open_library(config("auto"), loaded, 16) is None
 
@@ -118,6 +120,7 @@ def test_the_engine_runs_over_it(
     loaded: LoadedModel, name: str, page_size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, name, MODULES[name])
+    monkeypatch.setattr(engine_module, "check_config", lambda *_: None)  # as if this were a GPU
     monkeypatch.setattr(engine_module, "choose_attention", lambda _, loaded: choose_attention(config("cbatch"), loaded))
     rows = [
         Prompt(i, make_tokens(length, seed=i), SamplingParams(max_tokens=8, ignore_eos=True))
