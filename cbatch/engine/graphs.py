@@ -106,6 +106,7 @@ class GraphedForward:
         self._page_sizes = page_sizes
         self._graphs: dict[GraphShape, Graph] = {}
         self._inputs: dict[GraphShape, StepInputs] = {}  # by shapes of `max_rows` rows
+        self._logits: Tensor | None = None  # [max_rows, vocab]: every graph writes to its first rows
         self._is_on = True
 
     def stage(self, inputs: StepInputs) -> StagedForward:
@@ -159,11 +160,17 @@ class GraphedForward:
         static = self._view(shape, like=inputs)
         self._fill(static, inputs)
         try:
-            self._graphs[shape] = self._device.capture(lambda: self._forward(static))
+            self._graphs[shape] = self._device.capture(lambda: self._keep(self._forward(static)))
         except RuntimeError as error:
             logger.warning("decode steps cannot be captured, and run without CUDA graphs: %s", error)
             self._is_on = False
             self._graphs.clear()
+
+    def _keep(self, logits: Tensor) -> Tensor:
+        """Copy logits to where all graphs leave theirs: with some each, a job of many shapes would keep gigabytes."""
+        if self._logits is None:
+            self._logits = logits.new_empty(self._max_rows, logits.shape[1])
+        return self._logits[: logits.shape[0]].copy_(logits)
 
     def _view(self, shape: GraphShape, like: StepInputs | None = None) -> StepInputs:
         """Give the fixed inputs of a shape: the first rows of the largest of its kind."""

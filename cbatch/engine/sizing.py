@@ -14,7 +14,6 @@ import torch
 from cbatch_kernels.draw_tokens import MAX_DRAWN
 
 from cbatch.engine.cache.pool import NUM_RESERVED_CHUNKS
-from cbatch.engine.graphs import MAX_GRAPHS
 from cbatch.models.inspect import ModelShape
 from cbatch.units import MIB, ceil_div
 
@@ -77,9 +76,8 @@ def step_footprint(
 
 
 def captured_logits_bytes(shape: ModelShape, dtype: torch.dtype, *, max_requests: int, interval: int) -> int:
-    """Count the bytes of the logits that captured steps keep, one for each padded number of rows."""
-    counts = range(interval, ceil_div(max_requests, interval) * interval + 1, interval)
-    return sum(sorted(counts)[-MAX_GRAPHS:]) * shape.vocab_size * dtype.itemsize
+    """Count the bytes of the logits that captured steps write to, rows padded to a multiple of `interval`."""
+    return ceil_div(max_requests, interval) * interval * shape.vocab_size * dtype.itemsize
 
 
 def longest_context(shape: ModelShape, dtype: torch.dtype, cache_bytes: float, max_model_len: int) -> int:

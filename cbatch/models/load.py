@@ -58,7 +58,7 @@ def load_model(config: EngineConfig, shape: ModelShape) -> LoadedModel:
         del model  # before it is in memory twice
         model = load()
     _trim_heap()
-    dispatch.tune_attention(outline.device, outline.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    dispatch.tune(outline.device, outline.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim)
     known = {field.name: getattr(outline, field.name) for field in fields(outline)}
     return LoadedModel(model=model, **known | {"patched": bool(patched.value), "patched_reason": patched.reason})
 

@@ -78,12 +78,12 @@ def choose_attention(
     return AttentionChoice("PyTorch in a fixed order" if fixed_order else "PyTorch reference", reason, gathers=True)
 
 
-def tune_attention(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+def tune(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
     """Time the kernels' configurations for a model, where that was not done before; nothing on a CPU."""
     if device.type == "cuda" and uses_triton(device) and head_dim <= LARGEST_TRITON_HEAD:
         from cbatch_kernels import triton_tuning
 
-        triton_tuning.tune_attention(device, dtype, heads, kv_heads, head_dim)
+        triton_tuning.tune(device, dtype, heads, kv_heads, head_dim)
 
 
 def takes_shared_prefixes(device: torch.device, head_dim: int) -> bool:

@@ -1,6 +1,7 @@
-"""How much of a batch the attention kernels work on at a time, by device: a fixed table, and what was timed on a card.
+"""How much of a batch kernels work on at a time, by device: a fixed table, and what was timed on a card.
 
-`tiles_for` is asked by `triton_attention` for every layer. `candidates` is what `triton_tuning` times.
+`tiles_for` is asked by `triton_attention` for every layer, `draw_block` by `triton_sampling` for every step. Candidates
+are what `triton_tuning` times.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton
 
 from cbatch_kernels import triton_kernels
 from cbatch_kernels.compile import cache_folder
-from cbatch_kernels.tuned_choices import TunedChoices, fingerprint
+from cbatch_kernels.tuned_choices import TunedChoices, Values, fingerprint
 
 MIN_DOT = 16  # the least that tensor cores multiply
 
@@ -33,11 +34,13 @@ class Tiles:
 
 
 # By the largest head that they are for. In float32 no tensor core multiplies, and operands fill the registers.
-TILES = {64: Tiles(64, 64, 8, 64), 128: Tiles(128, 32, 8, 64), 256: Tiles(32, 16, 4, 32)}
+TILES = {64: Tiles(64, 64, 8, 64), 128: Tiles(128, 32, 8, 64), 256: Tiles(32, 16, 4, 32, single_stages=2)}
 FLOAT32_TILES = {256: Tiles(32, 16, 8, 16)}
 # (rows, keys, warps, stages) and (keys, warps, stages) beside the fixed ones, in 16 bits.
 PROMPT_CANDIDATES = ((64, 32, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3))
 SINGLE_CANDIDATES = ((32, 4, 3), (64, 4, 3), (64, 4, 2), (128, 8, 2))
+# Logits at a time, and warps; the fixed ones first.
+DRAW_CANDIDATES = ((1024, 8), (512, 4), (1024, 4), (2048, 8), (2048, 16))
 
 
 def fixed_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
@@ -86,6 +89,18 @@ def tiles_for(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: in
 def tiles_key(kind: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> str:
     """Name what tiles are timed for; the number of fields is part of it, since a choice is all of them."""
     return f"{kind} {dtype} {heads}/{kv_heads} heads of {head_dim}, {len(astuple(Tiles(0, 0, 0, 0)))} numbers"
+
+
+@cache
+def draw_block(device: torch.device, dtype: torch.dtype) -> Values:
+    """Give how many logits are walked at a time, and by how many warps, as was fastest on the device."""
+    chosen = choices_of(device).get(draw_key(dtype)) if device.type == "cuda" else None
+    return DRAW_CANDIDATES[0] if chosen is None else chosen
+
+
+def draw_key(dtype: torch.dtype) -> str:
+    """Name what drawing is timed for: a row is so long that its length makes no difference."""
+    return f"draw {dtype}"
 
 
 @cache

@@ -1,9 +1,9 @@
-"""Times the attention kernels over a few configurations for one model on one card; nothing where that was done before.
+"""Times kernels over a few configurations for one model on one card; nothing where that was done before.
 
 Called once, when a model was loaded on a CUDA device, before memory is shared out and anything is captured. A prompt
-step and a decode step of made-up sequences are timed, so the choice does not depend on which rows come first. Never
-under the interpreter, whose times mean nothing. Leaves out the choices themselves (`triton_tiles`), and kernels over
-rows, which wait for memory whatever their configuration is.
+step and a decode step of made-up sequences are timed, so the choice does not depend on which rows come first, and so is
+the drawing of tokens. Never under the interpreter, whose times mean nothing. Leaves out the choices themselves
+(`triton_tiles`), and the other kernels, which wait for memory whatever their configuration is.
 """
 
 from __future__ import annotations
@@ -17,29 +17,42 @@ import torch
 import triton
 from torch import Tensor
 
+from cbatch_kernels.draw_tokens import DrawRules
 from cbatch_kernels.metadata import PagedMetadata
 from cbatch_kernels.triton_attention import paged_attention_triton
 from cbatch_kernels.triton_launch import is_interpreted
-from cbatch_kernels.triton_tiles import Tiles, candidates, choices_of, tiles_for, tiles_key
+from cbatch_kernels.triton_sampling import draw_tokens_triton
+from cbatch_kernels.triton_tiles import (
+    DRAW_CANDIDATES,
+    Tiles,
+    candidates,
+    choices_of,
+    draw_block,
+    draw_key,
+    tiles_for,
+    tiles_key,
+)
 from cbatch_kernels.tuned_choices import TunedChoices, Values
 
 PAGE_SIZE = 16
 # Rows, query tokens and context of each: four prompts of which half is cached, and many long decodes.
 STEPS = {"prompt": (4, 512, 1024), "single": (128, 1, 1024)}
+DRAWN = (128, 65536)  # rows and logits of each
 WARM_UP_MS = 5
 REPEAT_MS = 20
 
 Clock = Callable[[Callable[[], object]], float]
 
 
-def tune_attention(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, clock: Clock | None = None
-) -> None:
-    """Time what was not timed before on the device, and have it used from now on; `clock` gives a call's time."""
-    if is_interpreted() and clock is None:
+def tune(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Time what was not timed before on the device, and have it used from now on."""
+    if is_interpreted():
         return
-    tune_tiles(choices_of(device), device, dtype, (heads, kv_heads, head_dim), clock or _on_device)
+    choices = choices_of(device)
+    tune_tiles(choices, device, dtype, (heads, kv_heads, head_dim), _on_device)
+    tune_drawing(choices, device, dtype, _on_device)
     tiles_for.cache_clear()
+    draw_block.cache_clear()
     torch.cuda.empty_cache()  # what the steps took is not the process's to keep
 
 
@@ -52,6 +65,22 @@ def tune_tiles(
         key = tiles_key(kind, dtype, *shape)
         if len(found) > 1 and choices.get(key) not in found:
             choices.choose(key, found, partial(_attend, _made_up_step(device, dtype, shape, step)), clock)
+
+
+def tune_drawing(choices: TunedChoices, device: torch.device, dtype: torch.dtype, clock: Clock) -> None:
+    """Choose how the rows of a step are walked, where all are cut off by top-k and top-p."""
+    if choices.get(draw_key(dtype)) in DRAW_CANDIDATES:
+        return
+    rows, vocab = DRAWN
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    rules = DrawRules(
+        temperature=np.ones(rows, dtype=np.float32),
+        top_p=np.full(rows, 0.9, dtype=np.float32),
+        top_k=np.full(rows, 50),
+        min_p=np.zeros(rows, dtype=np.float32),
+        uniform=np.full(rows, 0.5),
+    )
+    choices.choose(draw_key(dtype), DRAW_CANDIDATES, partial(draw_tokens_triton, logits, rules), clock)
 
 
 def _attend(step: Callable[..., Tensor], values: Values) -> Tensor:

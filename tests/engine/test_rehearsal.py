@@ -105,7 +105,5 @@ def test_the_cache_gets_what_the_measured_steps_and_graphs_leave(
     assert plan.reasons["num_blocks"].startswith("what a measured step leaves of")
 
 
-def test_logits_of_captured_steps_are_counted_once_for_each_number_of_rows() -> None:
-    assert captured_logits_bytes(LARGE, torch.bfloat16, max_requests=40, interval=16) == (16 + 32 + 48) * 128256 * 2
-    many = captured_logits_bytes(LARGE, torch.bfloat16, max_requests=100, interval=1)
-    assert many == sum(range(37, 101)) * 128256 * 2, "no more than graphs are kept"
+def test_captured_steps_write_their_logits_to_one_place() -> None:
+    assert captured_logits_bytes(LARGE, torch.bfloat16, max_requests=40, interval=16) == 48 * 128256 * 2

@@ -108,15 +108,15 @@ def test_tiles_that_are_timed_are_kept_and_give_what_the_oracle_gives(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     triton_tiles.choices_of.cache_clear()
-    dispatch.tune_attention(torch.device(CUDA), torch.bfloat16, 32, 8, 128)
+    dispatch.tune(torch.device(CUDA), torch.bfloat16, 32, 8, 128)
     (file,) = (tmp_path / "cbatch").glob("triton-choices-*.json")
-    assert len(json.loads(file.read_text())) == 2
+    assert len(json.loads(file.read_text())) == 3
     variant = Variant(num_heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, scaling=128**-0.5)
     case = build_case(variant, MIXED)
     result = run(on_device(case), variant).cpu().double()
     torch.testing.assert_close(result, attend(case, variant), atol=3e-2, rtol=3e-2)
-    triton_tiles.choices_of.cache_clear()
-    triton_tiles.tiles_for.cache_clear()
+    for cached in (triton_tiles.choices_of, triton_tiles.tiles_for, triton_tiles.draw_block):
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -14,7 +14,7 @@ from tests.kernels.oracle import TOLERANCE, Variant, attend, build_case
 pytest.importorskip("triton")
 from cbatch_kernels import triton_attention, triton_tiles, triton_tuning
 
-CUDA = torch.device("cuda")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPE = (32, 8, 64)
 BF16 = torch.bfloat16
 
@@ -61,8 +61,22 @@ def test_float32_and_the_interpreter_keep_to_the_fixed_tiles(
 ) -> None:
     triton_tuning.tune_tiles(TunedChoices(None), CUDA, torch.float32, SHAPE, lambda _: 1.0)
     monkeypatch.setattr(triton_tuning, "is_interpreted", lambda: True)
-    triton_tuning.tune_attention(CUDA, BF16, *SHAPE)
+    triton_tuning.tune(CUDA, BF16, *SHAPE)
     assert timed == []
+
+
+def test_drawing_is_timed_once_and_the_fastest_way_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, ran = tmp_path / "choices.json", []
+    monkeypatch.setattr(triton_tuning, "DRAWN", (2, 8))
+    monkeypatch.setattr(triton_tuning, "draw_tokens_triton", lambda _logits, _rules, block: ran.append(block))
+    for _ in range(2):
+        triton_tuning.tune_drawing(TunedChoices(file), CPU, BF16, lambda call: [call(), -len(ran)][1])
+    assert ran == list(triton_tiles.DRAW_CANDIDATES)
+    monkeypatch.setattr(triton_tiles, "choices_of", lambda _: TunedChoices(file))
+    triton_tiles.draw_block.cache_clear()
+    assert triton_tiles.draw_block(CUDA, BF16) == triton_tiles.DRAW_CANDIDATES[-1]
+    assert triton_tiles.draw_block(CPU, BF16) == triton_tiles.DRAW_CANDIDATES[0]
+    triton_tiles.draw_block.cache_clear()
 
 
 @pytest.mark.usefixtures("interpreted")
