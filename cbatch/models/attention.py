@@ -112,12 +112,7 @@ def attend_paged(
     query [T, heads, head_dim], key and value [T, kv_heads, head_dim], any strides but a dense last dimension. With
     `angles`, cos and sin [T, rotary_dim], queries and keys are rotated before, in place.
     """
-    layer_type = paged.layer_types[layer]
-    if getattr(module, "is_causal", True) is False:
-        raise _unsupported(module, "attends in both directions")
-    if sliding_window is None and layer_type != FULL_ATTENTION:
-        raise _unsupported(module, "ignores the sliding window that its config states")
-    inputs = paged.inputs[layer_type]
+    inputs = inputs_of_layer(module, layer, paged, sliding_window)
     key_pages, value_pages = paged.key_pages[layer], paged.value_pages[layer]
     if angles is None:
         dispatch.cache_write(key, value, key_pages, value_pages, inputs.slot_mapping)
@@ -134,6 +129,19 @@ def attend_paged(
         softcap=softcap,
         sinks=sinks,
     )
+
+
+def inputs_of_layer(module: nn.Module, layer: int, paged: PagedStep, sliding_window: int | None) -> AttentionInputs:
+    """Give the batch as a layer sees it, whose module attends within `sliding_window`.
+
+    Raises UnsupportedModelError where the module wants something else than causal attention within its layer's window.
+    """
+    layer_type = paged.layer_types[layer]
+    if getattr(module, "is_causal", True) is False:
+        raise _unsupported(module, "attends in both directions")
+    if sliding_window is None and layer_type != FULL_ATTENTION:
+        raise _unsupported(module, "ignores the sliding window that its config states")
+    return paged.inputs[layer_type]
 
 
 def _unsupported(module: nn.Module, what: str) -> UnsupportedModelError:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from cbatch.errors import EngineError
 from cbatch.models.attention import AttentionInputs, PagedStep, name_layer_type
 from cbatch.models.fused import FusedAttention, FusedLayer, FusedLinear, FusedMLP, FusedRMSNorm
+from cbatch.models.fused_decoder import fuse_decoder
 from cbatch.models.inspect import ModelShape
 from cbatch.models.projections import Projections, choose_projections
 from cbatch.units import ceil_div
@@ -113,6 +114,9 @@ def _swap(model: nn.Module, swaps: Swaps, projections: Projections, activation: 
         _replace(model, swaps.layer, FusedLayer)
     if projections.takes_all:
         _replace(model, "Linear", partial(FusedLinear, projections=projections))
+    for parent in list(model.modules()):
+        if isinstance(layers := getattr(parent, "layers", None), nn.ModuleList) and (whole := fuse_decoder(layers)):
+            parent.layers = nn.ModuleList([whole])
 
 
 def _replace(model: nn.Module, class_name: str, fuse: Callable[[Any], nn.Module]) -> None:

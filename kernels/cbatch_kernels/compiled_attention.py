@@ -18,7 +18,7 @@ HEAD_MULTIPLE = 8  # as in csrc/attention_tile.h
 _ENTRY_POINTS = {dtype: f"cbatch_paged_attention_{element_name(dtype)}" for dtype in ELEMENTS}
 
 
-class _Arguments(ctypes.Structure):  # as in csrc/paged_attention.h; strides count elements
+class AttentionArguments(ctypes.Structure):  # as in csrc/attention_arguments.h; strides count elements
     _fields_ = (
         ("query", ctypes.c_void_p),
         ("query_token_stride", ctypes.c_int64),
@@ -82,20 +82,40 @@ def paged_attention_compiled(
 ) -> Tensor:
     """Attend a ragged batch over its pages; padding after the batch's last query token gives zeros."""
     num_tokens, num_heads, head_dim = query.shape
-    kv_heads, page_size = key_pages.shape[1:3]
+    result = query.new_empty(num_tokens, num_heads, head_dim)
+    sinks = None if sinks is None else sinks.detach().float().contiguous()
+    arguments = batch_arguments(metadata, key_pages, value_pages, num_tokens=num_tokens, num_heads=num_heads)
+    arguments.query = query.data_ptr()
+    arguments.query_token_stride, arguments.query_head_stride = query.stride(0), query.stride(1)
+    arguments.result = result.data_ptr()
+    arguments.keys, arguments.values = key_pages.data_ptr(), value_pages.data_ptr()
+    arguments.sinks = None if sinks is None else sinks.data_ptr()
+    arguments.window = sliding_window or 0
+    arguments.scaling = scaling
+    arguments.softcap = softcap or 0.0
+    getattr(library, _ENTRY_POINTS[query.dtype])(ctypes.byref(arguments))
+    return result
+
+
+def batch_arguments(
+    metadata: PagedMetadata, key_pages: Tensor, value_pages: Tensor, *, num_tokens: int, num_heads: int
+) -> AttentionArguments:
+    """Say what is the same for all layers whose pages lie as these do; the caller adds the rest.
+
+    `metadata` must outlive the arguments, which point into it.
+    """
+    kv_heads, page_size, head_dim = key_pages.shape[1:]
     tables, starts = metadata.block_tables, metadata.context_starts
     assert num_heads % kv_heads == 0
     assert value_pages.shape == key_pages.shape
     assert tables.stride(1) == 1
-    result = query.new_empty(num_tokens, num_heads, head_dim)
-    sinks = None if sinks is None else sinks.detach().float().contiguous()
-    arguments = _Arguments(  # in the order of its fields: names would take as long as all the rest
-        query.data_ptr(),
-        query.stride(0),
-        query.stride(1),
-        result.data_ptr(),
-        key_pages.data_ptr(),
-        value_pages.data_ptr(),
+    return AttentionArguments(  # in the order of its fields: names would take as long as all the rest
+        None,
+        0,
+        0,
+        None,
+        None,
+        None,
         key_pages.stride()[:3],
         value_pages.stride()[:3],
         metadata.cu_seqlens_q.data_ptr(),
@@ -103,7 +123,7 @@ def paged_attention_compiled(
         None if starts is None else starts.data_ptr(),
         tables.data_ptr(),
         tables.stride(0),
-        None if sinks is None else sinks.data_ptr(),
+        None,
         len(tables),
         metadata.num_decode_rows,
         metadata.num_query_tokens,
@@ -112,10 +132,6 @@ def paged_attention_compiled(
         kv_heads,
         head_dim,
         page_size,
-        sliding_window or 0,
+        0,
         torch.get_num_threads(),
-        scaling,
-        softcap or 0.0,
     )
-    getattr(library, _ENTRY_POINTS[query.dtype])(ctypes.byref(arguments))
-    return result

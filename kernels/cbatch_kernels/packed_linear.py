@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from cbatch_kernels.linear import Activation
 
-_ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}  # as in the source
+ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}  # as in the source
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class PackedWeight:
     is_gated: bool = False
 
 
-class _Arguments(ctypes.Structure):  # as in csrc/linear_float32.cpp; strides count elements
+class _Arguments(ctypes.Structure):  # as in csrc/linear.h; strides count elements
     _fields_ = (
         ("x", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
@@ -58,7 +58,7 @@ class _Arguments(ctypes.Structure):  # as in csrc/linear_float32.cpp; strides co
 
 def takes_activation(activation: Activation) -> bool:
     """Tell whether a gated pair may have this one."""
-    return activation in _ACTIVATIONS
+    return activation in ACTIVATIONS
 
 
 def pack_weight(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> PackedWeight:
@@ -92,6 +92,14 @@ def _pack(library: ctypes.CDLL, weight: Tensor) -> Tensor:
     return padded.view(-1, panel, kept.shape[1]).transpose(1, 2).contiguous()
 
 
+def unpack(layer: PackedWeight) -> list[tuple[Tensor, Tensor | None]]:
+    """Give weight float32 [out_features, in_features] and bias back: of one layer, or of a gated pair's two."""
+    columns = layer.panels.float().transpose(1, 2).flatten(0, 1)
+    weights = columns.chunk(2) if layer.is_gated else (columns,)
+    biases = (None,) * len(weights) if layer.bias is None else layer.bias.chunk(len(weights))
+    return [(weight[: layer.out_features], bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
 def takes_packed(x: Tensor) -> bool:
     """Tell whether the product takes an input."""
     return x.dtype == torch.float32 and x.ndim == 2 and x.stride(1) == 1
@@ -116,7 +124,7 @@ def linear_packed(library: ctypes.CDLL, x: Tensor, layer: PackedWeight, residual
         0 if residual is None else residual.stride(0),
         result.stride(0),
         layer.is_gated,
-        _ACTIVATIONS[layer.activation],
+        ACTIVATIONS[layer.activation],
         layer.panels.dtype == torch.bfloat16,
         torch.get_num_threads(),
     )

@@ -24,7 +24,7 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (scaled * weight).to(x.dtype)
 
 
-class _Arguments(ctypes.Structure):  # as in csrc/rms_norm.cpp; strides count elements
+class _Arguments(ctypes.Structure):  # as in csrc/rms_norm.h; strides count elements
     _fields_ = (
         ("x", ctypes.c_void_p),
         ("result", ctypes.c_void_p),
@@ -33,6 +33,8 @@ class _Arguments(ctypes.Structure):  # as in csrc/rms_norm.cpp; strides count el
         ("rows_per_token", ctypes.c_int64),
         ("token_stride", ctypes.c_int64),
         ("row_stride", ctypes.c_int64),
+        ("result_token_stride", ctypes.c_int64),
+        ("result_row_stride", ctypes.c_int64),
         ("hidden", ctypes.c_int64),
         ("element", ctypes.c_int64),
         ("num_threads", ctypes.c_int64),
@@ -60,6 +62,8 @@ def rms_norm_compiled(library: ctypes.CDLL, x: Tensor, weight: Tensor, eps: floa
         rows_per_token,
         x.stride(0),
         x.stride(1) if x.ndim == 3 else 0,
+        result.stride(0),
+        result.stride(1) if x.ndim == 3 else 0,
         x.shape[-1],
         ELEMENTS[x.dtype],
         torch.get_num_threads(),

@@ -60,7 +60,7 @@ class _Pages(ctypes.Structure):
     )
 
 
-class _Arguments(ctypes.Structure):  # as in csrc/rope_cache_write.cpp
+class _Arguments(ctypes.Structure):  # as in csrc/rope_cache_write.h
     _fields_ = (
         ("query", _Tokens),
         ("key", _Tokens),

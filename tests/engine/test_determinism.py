@@ -36,11 +36,11 @@ def only_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "load_kernels", lambda _: CompiledKernels(None, "a test wants none"))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[("llama", "float32"), ("gemma3", "float32"), ("gpt2", "bfloat16")],
-    ids=str,
-)
+CALLED_ONE_BY_ONE = [("granite", "float32"), ("gemma3", "float32"), ("gpt2", "bfloat16")]  # layer by layer
+KINDS = [("llama", "float32"), *CALLED_ONE_BY_ONE]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=str)
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     family, dtype = request.param
     config = EngineConfig(model=str(build_tiny(family, tmp_path_factory.mktemp(family))), dtype=dtype)
@@ -77,6 +77,7 @@ def test_tokens_and_scores_are_the_same_to_the_bit(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.usefixtures("only_references")
+@pytest.mark.parametrize("loaded", CALLED_ONE_BY_ONE, indirect=True, ids=str)
 def test_so_they_are_without_compiled_kernels(loaded: LoadedModel) -> None:
     prompts = make_prompts()[:8]
     expected, _ = run(loaded, prompts)
@@ -85,6 +86,7 @@ def test_so_they_are_without_compiled_kernels(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.usefixtures("only_references")
+@pytest.mark.parametrize("loaded", CALLED_ONE_BY_ONE, indirect=True, ids=str)
 def test_without_it_the_bits_do_depend(loaded: LoadedModel) -> None:
     """What the test above compares differs where nothing is done for it; the compiled kernels always do it."""
     prompts = make_prompts()
@@ -133,6 +135,7 @@ def test_it_is_on_by_default_exactly_where_nothing_is_lost_by_it(loaded: LoadedM
 
 
 @pytest.mark.usefixtures("only_references")
+@pytest.mark.parametrize("loaded", CALLED_ONE_BY_ONE, indirect=True, ids=str)
 def test_it_is_off_by_default_where_it_would_cost_speed(loaded: LoadedModel) -> None:
     _, engine = run(loaded, [], deterministic=None)
     assert engine.plan.settings()["deterministic"] == {"value": False, "reason": "off by default where it costs speed"}

@@ -55,6 +55,7 @@ def test_every_family_loads_patched_or_says_why_not(family: str, tmp_path: Path)
     assert loaded.patched, loaded.patched_reason
     assert not plain
     assert counts["FusedLayer"] == (layers if family in WHOLE_LAYERS else 0)
+    assert counts["FusedDecoder"] == (1 if family in WHOLE_LAYERS else 0)
     assert counts["FusedAttention"] == (layers if family in (*WHOLE_LAYERS, *ATTENTION_AND_MLP, *ATTENTION_ONLY) else 0)
     has_mlp = family in (*WHOLE_LAYERS, *ATTENTION_AND_MLP, "cohere2")
     assert counts["FusedMLP"] == (layers if has_mlp else 0)
@@ -70,7 +71,7 @@ def test_biases_and_tied_heads(changes: dict[str, object], tmp_path: Path) -> No
 def test_an_activation_that_cannot_be_fused_leaves_the_mlps(tmp_path: Path) -> None:
     loaded = load("llama", tmp_path, hidden_act="relu")
     assert loaded.patched
-    assert fused(loaded)["FusedMLP"] == fused(loaded)["FusedLayer"] == 0
+    assert fused(loaded)["FusedMLP"] == fused(loaded)["FusedLayer"] == fused(loaded)["FusedDecoder"] == 0
     assert fused(loaded)["FusedAttention"] == 2
 
 

@@ -4,27 +4,10 @@
 #include <numeric>
 #include <vector>
 
+#include "attention_arguments.h"
 #include "attention_tile.h"
 
 namespace cbatch {
-
-struct AttentionArguments {  // as in ../compiled_attention.py; strides count elements: of pages, heads and slots
-    const void *query;
-    int64_t query_token_stride, query_head_stride;
-    void *result;  // [num_tokens, num_heads, head_dim]
-    const void *keys, *values;
-    int64_t key_strides[3], value_strides[3];
-    const int32_t *cu_seqlens_q, *context_lens;
-    const int32_t *context_starts;  // or null: all zero
-    const int32_t *block_tables;
-    int64_t table_stride;
-    const float *sinks;  // [num_heads], or null
-    int64_t num_sequences, num_decode_rows, num_query_tokens, num_tokens;
-    int64_t num_heads, kv_heads, head_dim, page_size;
-    int64_t window;  // 0: none
-    int64_t num_threads;
-    float scaling, softcap;  // softcap 0: none
-};
 
 constexpr long TILE_ROWS = 63;
 constexpr long TILES_PER_THREAD = 8;      // that single tokens make at least: they take different times

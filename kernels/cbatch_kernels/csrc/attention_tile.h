@@ -96,7 +96,7 @@ class Ahead {
                 if (next == count) return;
                 at = runs[next].from, end = runs[next++].end;
             }
-            __builtin_prefetch(at);
+            __builtin_prefetch(at, 0, 2);  // into the second cache: a block is as large as the first
             at += LINE;
         }
     }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "linear.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -13,16 +14,6 @@ namespace {
 using namespace cbatch;
 
 enum Activation { NONE, SILU, GELU_TANH };
-
-struct Arguments {  // as in ../packed_linear.py; strides count elements
-    const float *x;
-    const void *weight;     // panels; of a gated pair those of both, one after the other
-    const float *bias;      // [out_features], of a gated pair twice as many; or null
-    const float *residual;  // added at the end; or null
-    float *result;
-    int64_t num_rows, in_features, out_features, x_stride, residual_stride, result_stride;
-    int64_t is_gated, activation, is_bfloat16, num_threads;
-};
 
 constexpr int PANEL = 2 * WIDTH;
 constexpr int TILE_ROWS = NUM_REGISTERS == 32 ? 12 : 6;  // so that its sums and what they are made of fill the registers
@@ -83,7 +74,7 @@ inline void store_columns(float *to, Floats x, int64_t left) {
 }
 
 // Finish a tile's sums: bias, gate, residual.
-void finish(const Arguments &a, const Tile &tile, const Tile &gated, int64_t row, int64_t rows, int64_t first_column) {
+void finish(const LinearArguments &a, const Tile &tile, const Tile &gated, int64_t row, int64_t rows, int64_t first_column) {
     for (int half = 0; half < 2; half++) {
         int64_t column = first_column + half * WIDTH, left = a.out_features - column;
         if (left <= 0) return;
@@ -99,7 +90,7 @@ void finish(const Arguments &a, const Tile &tile, const Tile &gated, int64_t row
 }
 
 template <class Weight>
-void run(const Arguments &a) {
+void run(const LinearArguments &a) {
     int64_t num_panels = (a.out_features + PANEL - 1) / PANEL, panel_size = a.in_features * PANEL;
     int64_t num_blocks = (a.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     parallel_for(num_panels * num_blocks, PANELS_PER_TASK, a.num_threads, [&](long task) {
@@ -123,7 +114,7 @@ void run(const Arguments &a) {
 
 CBATCH_API int64_t cbatch_linear_panel() { return PANEL; }
 
-CBATCH_API void cbatch_linear(const Arguments *arguments) {
+void cbatch_linear(const cbatch::LinearArguments *arguments) {
     if (arguments->is_bfloat16)
         run<BFloat16>(*arguments);
     else

@@ -1,5 +1,5 @@
 #include "paged_attention.h"
 
-CBATCH_API void cbatch_paged_attention_float16(const cbatch::AttentionArguments *arguments) {
+void cbatch_paged_attention_float16(const cbatch::AttentionArguments *arguments) {
     cbatch::attend_batch<cbatch::Float16>(*arguments);
 }

@@ -6,24 +6,17 @@
 #include <cstdint>
 
 #include "parallel.h"
+#include "rms_norm.h"
 #include "simd.h"
 
 namespace {
 
 using namespace cbatch;
 
-struct Arguments {  // as in ../rms_norm.py; strides count elements
-    const void *x;
-    void *result;
-    const float *weight;
-    int64_t num_rows, rows_per_token, token_stride, row_stride, hidden, element, num_threads;
-    float eps;
-};
-
 constexpr long ELEMENTS_PER_TASK = 8192;
 
 template <class Element>
-void normalise(const Arguments &a, const Element *x, const float *weight, Element *result) {
+void normalise(const RmsNormArguments &a, const Element *x, const float *weight, Element *result) {
     int64_t whole = a.hidden / WIDTH * WIDTH;
     Floats squares[2] = {};
     int64_t i = 0;
@@ -48,18 +41,19 @@ void normalise(const Arguments &a, const Element *x, const float *weight, Elemen
 }
 
 template <class Element>
-void run(const Arguments &a) {
+void run(const RmsNormArguments &a) {
     auto *x = static_cast<const Element *>(a.x);
     auto *result = static_cast<Element *>(a.result);
     parallel_for(a.num_rows, 1 + ELEMENTS_PER_TASK / a.hidden, a.num_threads, [&](long row) {
         int64_t token = row / a.rows_per_token, part = row % a.rows_per_token;
-        normalise(a, x + token * a.token_stride + part * a.row_stride, a.weight, result + row * a.hidden);
+        normalise(a, x + token * a.token_stride + part * a.row_stride, a.weight,
+                  result + token * a.result_token_stride + part * a.result_row_stride);
     });
 }
 
 }  // namespace
 
-CBATCH_API void cbatch_rms_norm(const Arguments *arguments) {
+void cbatch_rms_norm(const cbatch::RmsNormArguments *arguments) {
     switch (arguments->element) {
         case 0: return run<float>(*arguments);
         case 1: return run<BFloat16>(*arguments);

@@ -4,30 +4,12 @@
 #include <cstring>
 
 #include "parallel.h"
+#include "rope_cache_write.h"
 #include "simd.h"
 
 namespace {
 
 using namespace cbatch;
-
-// Heads of tokens, or of a page; strides count elements.
-struct Tokens {
-    const void *data;
-    int64_t token_stride, head_stride;
-};
-struct Pages {
-    void *data;
-    int64_t page_stride, head_stride, slot_stride;
-};
-
-struct Arguments {  // as in ../rope_cache_write.py
-    Tokens query, key, value;
-    Pages key_pages, value_pages;
-    const int64_t *slot_mapping;
-    const void *cos, *sin;
-    int64_t angle_stride, rotary_dim;
-    int64_t num_tokens, num_heads, kv_heads, head_dim, page_size, element, num_threads;
-};
 
 constexpr long ELEMENTS_PER_TASK = 8192;
 
@@ -59,7 +41,7 @@ Element *slot_of(const Pages &pages, int64_t page, int64_t slot, int64_t head) {
 }
 
 template <class Element>
-void run(const Arguments &a) {
+void run(const RopeCacheWriteArguments &a) {
     int64_t half = a.rotary_dim / 2, rest = (a.head_dim - a.rotary_dim) * sizeof(Element);
     int64_t elements = (a.num_heads + 2 * a.kv_heads) * a.head_dim;
     parallel_for(a.num_tokens, 1 + ELEMENTS_PER_TASK / elements, a.num_threads, [&](long token) {
@@ -82,7 +64,7 @@ void run(const Arguments &a) {
 
 }  // namespace
 
-CBATCH_API void cbatch_rope_cache_write(const Arguments *arguments) {
+void cbatch_rope_cache_write(const cbatch::RopeCacheWriteArguments *arguments) {
     switch (arguments->element) {
         case 0: return run<float>(*arguments);
         case 1: return run<BFloat16>(*arguments);
