@@ -16,6 +16,7 @@ class Execution:
     """What was decided."""
 
     gathers: bool  # attention copies the context
+    in_one_call: bool  # all layers are run by one kernel
     deterministic: bool
     captured: bool  # as graphs, where they only decode
     run_ahead: bool  # a step is launched before the results of the one before it are there
@@ -29,7 +30,7 @@ def decide_execution(
     reads_host = attention.gathers or attention.reads_host or deterministic
     captured, why_captured = _decide_graphs(config, loaded, reads_host=reads_host)
     run_ahead, why_run_ahead = _decide_async(config, captured)
-    return Execution(attention.gathers, deterministic, captured, run_ahead), {
+    return Execution(attention.gathers, loaded.in_one_call, deterministic, captured, run_ahead), {
         "attention": attention.reason,
         "deterministic": why_deterministic,
         "use_cuda_graph": why_captured,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from math import lcm
 from typing import TypeVar
 
 import torch
@@ -20,18 +19,14 @@ from cbatch.config import EngineConfig
 from cbatch.engine.cache.build import group_layers
 from cbatch.engine.determinism import check_deterministic
 from cbatch.engine.execution import Execution, decide_execution
+from cbatch.engine.largest_batch import Q_PADDING, LargestBatch
 from cbatch.engine.memory import FreeMemory
 from cbatch.engine.modes import CHUNKED, MODES, Mode
 from cbatch.engine.policies import SCHEDULERS
-from cbatch.engine.rehearsal import Measure, MeasuredSteps
+from cbatch.engine.rehearsal import Measure
 from cbatch.engine.sizing import (
-    StepFootprint,
     block_bytes,
-    cache_bytes,
-    captured_logits_bytes,
-    longest_context,
     page_bytes,
-    step_footprint,
 )
 from cbatch.errors import DoesNotFitError, UsageError
 from cbatch.models.inspect import ModelShape
@@ -41,7 +36,6 @@ from cbatch.units import GIB, ceil_div, format_bytes
 
 DEFAULT_PAGE_SIZE = 16  # as vLLM's; wastes half a page per request, under 4 % from 200 tokens on
 MIN_BATCH_TOKENS = 16
-Q_PADDING = 16  # query tokens: a captured step is rounded up by few, and a job captures few
 KV_PADDING = 1024  # tokens of a context
 BY_LOADING = ("dtype", "device", "num_threads", "patched")  # what was decided when the model was loaded
 STEP_SHARE = 0.25  # of the memory, at most, for what grows with a step's batch; the rest is cache
@@ -248,60 +242,6 @@ class _Decisions:
         return default if asked is None else asked
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """The largest batch, and what a cache and the steps over it take."""
-
-    shape: ModelShape
-    dtype: torch.dtype
-    max_batch_tokens: int
-    max_requests: int
-    max_model_len: int
-    page_size: int
-    steps: Execution
-    measured: MeasuredSteps | None = None  # None: what steps take is worked out
-    row_interval: int = Q_PADDING  # of captured steps
-
-    def step(self, num_blocks: int = 0) -> StepFootprint:
-        """Give what a step takes, the longest of its contexts being all that so many blocks hold."""
-        cache = num_blocks * block_bytes(self.shape, self.dtype, self.page_size)
-        return step_footprint(
-            self.shape,
-            self.dtype,
-            max_batch_tokens=self.max_batch_tokens,
-            max_requests=self.max_requests,
-            max_context=longest_context(self.shape, self.dtype, cache, self.max_model_len),
-            gathers=self.steps.gathers,
-            num_buffers=2 if self.steps.run_ahead else 1,
-        )
-
-    def measure(self, measure: Measure | None, row_interval: int) -> _Batch:
-        """Measure its steps where there is a way to."""
-        if measure is None:
-            return self
-        measured = measure(self.max_batch_tokens, self.max_requests)
-        return replace(self, measured=measured, row_interval=row_interval)
-
-    def total(self, num_blocks: int) -> int:
-        """Count the bytes of a cache of so many blocks and of a step over it."""
-        groups = group_layers(self.shape.sliding_windows, self.max_model_len)
-        pages_per_chunk = lcm(*map(len, groups.values()))
-        cache = cache_bytes(self.shape, self.dtype, self.page_size, num_blocks, pages_per_chunk)
-        return cache + self.beside_cache(num_blocks)
-
-    def beside_cache(self, num_blocks: int) -> int:
-        """Count the bytes of a step over a cache of so many blocks."""
-        if self.measured is None:
-            return self.step(num_blocks).total
-        captured = 0
-        if self.steps.captured:
-            num_sets = 2 if self.steps.run_ahead else 1
-            captured = self.measured.decoding + num_sets * captured_logits_bytes(
-                self.shape, self.dtype, max_requests=self.max_requests, interval=self.row_interval
-            )
-        return self.measured.largest + captured
-
-
 def _plan_batch(
     config: EngineConfig,
     loaded: ModelOutline,
@@ -310,13 +250,13 @@ def _plan_batch(
     max_model_len: int,
     budget: float,
     steps: Execution,
-) -> _Batch:
+) -> LargestBatch:
     """Choose the batch's limits: the defaults, halved until a step takes no more than its share of the memory."""
     least_tokens = max(MIN_BATCH_TOKENS, config.max_requests_per_batch or 0)  # each request has one at least
     tokens = config.max_batch_tokens or max(defaults.max_batch_tokens, least_tokens)
     requests = min(config.max_requests_per_batch or defaults.max_requests_per_batch, tokens)
     page_size = config.page_size or DEFAULT_PAGE_SIZE
-    first = batch = _Batch(loaded.shape, loaded.dtype, tokens, requests, max_model_len, page_size, steps)
+    first = batch = LargestBatch(loaded.shape, loaded.dtype, tokens, requests, max_model_len, page_size, steps)
     while batch.step().growing > STEP_SHARE * budget:
         if config.max_batch_tokens is None:
             tokens = max(least_tokens, tokens // 2)
@@ -345,7 +285,7 @@ def _plan_batch(
 
 
 def _plan_num_blocks(
-    config: EngineConfig, decided: _Decisions, batch: _Batch, memory: FreeMemory, budget: float
+    config: EngineConfig, decided: _Decisions, batch: LargestBatch, memory: FreeMemory, budget: float
 ) -> int:
     """Choose the size of the cache: what the steps leave, and no more than the largest batch can use."""
     usable = batch.max_requests * ceil_div(batch.max_model_len, batch.page_size)
@@ -379,7 +319,7 @@ def _plan_speculation(
     decided: _Decisions,
     defaults: DeviceDefaults,
     by_device: str,
-    batch: _Batch,
+    batch: LargestBatch,
 ) -> int:
     """Choose up to how many tokens a step is filled with drafts."""
     if batch.steps.run_ahead:

@@ -52,16 +52,20 @@ def step_footprint(
     max_requests: int,
     max_context: int,
     gathers: bool,
+    in_one_call: bool,
     num_buffers: int = 1,
 ) -> StepFootprint:
     """Add up what a pass of the largest batch holds at once, none of whose contexts is longer than `max_context`.
 
-    `gathers` tells whether attention copies the context out of the pages, as the reference does; there are
-    `num_buffers` sets of what a pass reads and gives.
+    `gathers` tells whether attention copies the context out of the pages, as the reference does, `in_one_call` whether
+    all layers share one workspace; there are `num_buffers` sets of what a pass reads and gives.
     """
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     in_attention = 2 * shape.hidden_size + 3 * heads  # residual, normed; q, k, v, rotated and once more in between
     in_mlp = 2 * shape.hidden_size + 4 * shape.intermediate_size  # gate, up, activated, their product
+    if in_one_call:  # heads are rotated and gates are multiplied where they lie
+        in_attention = 2 * shape.hidden_size + heads + shape.num_heads * shape.head_dim
+        in_mlp = 2 * shape.hidden_size + shape.intermediate_size
     gathered = 2 * max(GATHERED_TOKENS, max_context) * shape.num_kv_heads * shape.head_dim * dtype.itemsize
     scores = min(QUERY_TILE, max_batch_tokens) * max_context * (shape.num_heads * torch.float32.itemsize + 1)
     num_logits = max_requests * shape.vocab_size

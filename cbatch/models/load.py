@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 from cbatch.config import EngineConfig
 from cbatch.errors import UsageError
 from cbatch.models.attention import ATTENTION_NAME, register_attention
+from cbatch.models.fused_decoder import FusedDecoder
 from cbatch.models.generation import end_token_ids
 from cbatch.models.hub import loading
 from cbatch.models.inspect import ModelShape
@@ -60,7 +61,9 @@ def load_model(config: EngineConfig, shape: ModelShape) -> LoadedModel:
     _trim_heap()
     dispatch.tune(outline.device, outline.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim)
     known = {field.name: getattr(outline, field.name) for field in fields(outline)}
-    return LoadedModel(model=model, **known | {"patched": bool(patched.value), "patched_reason": patched.reason})
+    known |= {"patched": bool(patched.value), "patched_reason": patched.reason}
+    known["in_one_call"] = any(isinstance(module, FusedDecoder) for module in model.modules())
+    return LoadedModel(model=model, **known)
 
 
 def _load_on_device(

@@ -19,7 +19,7 @@ from cbatch.models.generation import end_token_ids, generation_defaults
 from cbatch.models.hub import loading
 from cbatch.models.inspect import ModelShape, load_config
 from cbatch.models.machine import choose_device, choose_dtype, choose_num_threads
-from cbatch.models.patch import patch_refusal
+from cbatch.models.patch import patch_refusal, takes_one_call
 from cbatch.models.source import TOKENIZER, ModelSource, resolve_source
 from cbatch.models.tokenizer import Tokenizer, load_tokenizer
 
@@ -42,6 +42,7 @@ class ModelOutline:
     num_threads_reason: str
     patched: bool  # whether fused modules stand in for transformers' own
     patched_reason: str
+    in_one_call: bool  # whether that is all layers at once, which takes less memory
     eos_token_ids: frozenset[int]
     generation_defaults: dict[str, object]  # sampling parameters under our names; empty where the model has none
     generation_not_taken: tuple[str, ...]  # settings of its generation config that have no counterpart here
@@ -77,6 +78,7 @@ def outline_model(config: EngineConfig, shape: ModelShape) -> ModelOutline:
         num_threads_reason=threads.reason,
         patched=refusal is None,
         patched_reason=refusal or f"{shape.model_type} is in the table of patches",
+        in_one_call=refusal is None and takes_one_call(shape.model_type, dtype.value, device.value),
         eos_token_ids=end_token_ids(generation_config, model_config, text_config, tokenizer),
         generation_defaults=defaults.sampling,
         generation_not_taken=defaults.not_taken,

@@ -24,7 +24,7 @@ from cbatch.models.attention import AttentionInputs, PagedStep, name_layer_type
 from cbatch.models.fused import FusedAttention, FusedLayer, FusedLinear, FusedMLP, FusedRMSNorm
 from cbatch.models.fused_decoder import fuse_decoder
 from cbatch.models.inspect import ModelShape
-from cbatch.models.projections import Projections, choose_projections
+from cbatch.models.projections import CompiledProjections, Projections, choose_projections
 from cbatch.units import ceil_div
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,11 @@ def patch_refusal(model_type: str, dtype: torch.dtype, device: torch.device) -> 
         return f"{model_type} is not in the table of patches"
     chosen = choose_projections(dtype, device)
     return chosen if isinstance(chosen, str) else None
+
+
+def takes_one_call(model_type: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Tell whether the layers of a family that can be patched become one module, as a rule."""
+    return FAMILIES[model_type].layer is not None and isinstance(choose_projections(dtype, device), CompiledProjections)
 
 
 @torch.inference_mode()

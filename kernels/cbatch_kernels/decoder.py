@@ -80,7 +80,7 @@ def decoder_ref(
 def _attend_ref(layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache) -> Tensor:
     normed = rms_norm_ref(hidden, layer.input_norm.weight, layer.input_norm.eps)
     heads = _linear_ref(normed, layer.heads).view(len(hidden), -1, layer.head_dim)
-    query, key, value = heads.split((layer.num_heads, layer.kv_heads, layer.kv_heads), dim=1)
+    query, key, value = heads.tensor_split((layer.num_heads, layer.num_heads + layer.kv_heads), dim=1)
     for part, norm in ((query, layer.query_norm), (key, layer.key_norm)):
         if norm is not None:
             part.copy_(rms_norm_ref(part, norm.weight, norm.eps))

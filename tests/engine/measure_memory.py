@@ -24,6 +24,7 @@ from cbatch.engine.memory import FreeMemory
 from cbatch.engine.request import Prompt
 from cbatch.engine.runner import ModelRunner
 from cbatch.engine.sizing import longest_context, step_footprint
+from cbatch.models.fused_decoder import FusedDecoder
 from cbatch.models.inspect import inspect_model
 from cbatch.models.projections import CompiledProduct, OneDnnGate, OneDnnProjection
 
@@ -75,6 +76,7 @@ def main(folder: str, free_bytes: int, settings: dict[str, object]) -> dict[str,
         max_requests=plan.max_requests_per_batch,
         max_context=longest_context(shape, torch.float32, cache_bytes, plan.max_model_len),
         gathers=not plan.attention.startswith("compiled"),
+        in_one_call=any(isinstance(module, FusedDecoder) for module in runner._model.modules()),
     )
     return {
         "measured": peak_anonymous() - after_imports,

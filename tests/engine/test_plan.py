@@ -66,7 +66,8 @@ def make_plan(
     loaded: LoadedModel, shape: ModelShape, num_bytes: float, *, device: str = "cpu", **settings: object
 ) -> EnginePlan:
     config = EngineConfig(model="tiny", **settings)  # type: ignore[arg-type]
-    model = replace(loaded, shape=shape, dtype=torch.bfloat16, device=torch.device(device))
+    known = {"dtype": torch.bfloat16, "device": torch.device(device), "in_one_call": False}
+    model = replace(loaded, shape=shape, **known)
     return plan_engine(config, model, FreeMemory(int(num_bytes), "available memory"), ATTENTION)
 
 
@@ -81,6 +82,7 @@ def taken(plan: EnginePlan, shape: ModelShape) -> float:
         max_requests=plan.max_requests_per_batch,
         max_context=longest_context(shape, torch.bfloat16, cache, plan.max_model_len),
         gathers=ATTENTION.gathers,
+        in_one_call=False,
     )
     return cache + footprint.total
 
@@ -321,7 +323,7 @@ def test_on_a_cpu_steps_wait_for_results_and_asking_otherwise_is_refused(loaded:
 def test_two_sets_of_buffers_leave_less_for_the_cache(loaded: LoadedModel) -> None:
     one, two = (plan_on_gpu(loaded, use_async_batching=on) for on in (False, True))
     assert two.num_blocks < one.num_blocks
-    limits = {"max_batch_tokens": 1024, "max_requests": 64, "max_context": 512, "gathers": False}
+    limits = {"max_batch_tokens": 1024, "max_requests": 64, "max_context": 512, "gathers": False, "in_one_call": False}
     single, double = (step_footprint(SMALL, torch.bfloat16, **limits, num_buffers=n) for n in (1, 2))  # type: ignore[arg-type]
     assert double.index_tensors == 2 * single.index_tensors
     assert double.logits - single.logits == 64 * SMALL.vocab_size * 2

@@ -169,7 +169,7 @@ def test_no_context_is_longer_than_the_cache_holds() -> None:
     ],
 )
 def test_each_limit_is_paid_for_where_it_is_used(more: dict[str, int], grows: str) -> None:
-    limits = {"max_batch_tokens": 512, "max_requests": 128, "max_context": 8192, "gathers": True}
+    limits = {"max_batch_tokens": 512, "max_requests": 128, "max_context": 8192, "gathers": True, "in_one_call": False}
     before = step_footprint(make_shape(), torch.float32, **limits)
     after = step_footprint(make_shape(), torch.float32, **(limits | more))
     changed = {name for name in ("activations", "attention", "logits") if getattr(before, name) != getattr(after, name)}
@@ -179,8 +179,14 @@ def test_each_limit_is_paid_for_where_it_is_used(more: dict[str, int], grows: st
 
 
 def test_attention_that_copies_nothing_takes_nothing() -> None:
-    limits = {"max_batch_tokens": 512, "max_requests": 128, "max_context": 8192}
+    limits = {"max_batch_tokens": 512, "max_requests": 128, "max_context": 8192, "in_one_call": False}
     assert step_footprint(make_shape(), torch.float32, gathers=False, **limits).attention == 0
+
+
+def test_layers_in_one_call_share_their_memory() -> None:
+    limits = {"max_batch_tokens": 512, "max_requests": 128, "max_context": 8192, "gathers": False}
+    one_by_one, at_once = (step_footprint(make_shape(), torch.float32, in_one_call=x, **limits) for x in (False, True))
+    assert at_once.activations < one_by_one.activations
 
 
 # What a run takes

@@ -115,7 +115,7 @@ def one_by_one(
 
     normed = dispatch.rms_norm(hidden, layer.input_norm.weight, layer.input_norm.eps)
     heads = multiply(normed, layer.heads).view(len(hidden), -1, layer.head_dim)
-    query, key, value = heads.split((layer.num_heads, layer.kv_heads, layer.kv_heads), dim=1)
+    query, key, value = heads.tensor_split((layer.num_heads, layer.num_heads + layer.kv_heads), dim=1)
     for part, norm in ((query, layer.query_norm), (key, layer.key_norm)):
         if norm is not None:
             part.copy_(dispatch.rms_norm(part, norm.weight, norm.eps))

@@ -42,6 +42,7 @@ def test_a_loaded_model_says_the_same(tmp_path: Path) -> None:
     shape = inspect_model(config)
     outline, loaded = outline_model(config, shape), load_model(config, shape)
     assert loaded.patched == outline.patched
+    assert loaded.in_one_call == outline.in_one_call
     assert (loaded.shape, loaded.dtype, loaded.num_threads) == (outline.shape, outline.dtype, outline.num_threads)
     assert loaded.dtype is torch.float32
     assert outline.num_choosable == loaded.num_choosable
