@@ -103,10 +103,15 @@ def draw_key(dtype: torch.dtype) -> str:
     return f"draw {dtype}"
 
 
-@cache
 def choices_of(device: torch.device) -> TunedChoices:
+    """Give the choices for a device, whichever way it is spelled: its card's."""
+    return choices_for_card(torch.cuda.get_device_name(device))
+
+
+@cache
+def choices_for_card(card: str) -> TunedChoices:
     """Open the choices for a card: its name, the kernels' text and Triton's version name the file."""
     folder = cache_folder()
     sources = Path(triton_kernels.__file__).parent.glob("*.py")
-    name = fingerprint(sources, torch.cuda.get_device_name(device), triton.__version__)
+    name = fingerprint(sources, card, triton.__version__)
     return TunedChoices(None if folder is None else folder / f"triton-choices-{name}.json")

@@ -107,7 +107,7 @@ def test_tiles_that_are_timed_are_kept_and_give_what_the_oracle_gives(
     from cbatch_kernels import triton_tiles
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    triton_tiles.choices_of.cache_clear()
+    triton_tiles.choices_for_card.cache_clear()
     dispatch.tune(torch.device(CUDA), torch.bfloat16, 32, 8, 128)
     (file,) = (tmp_path / "cbatch").glob("triton-choices-*.json")
     assert len(json.loads(file.read_text())) == 3
@@ -115,7 +115,7 @@ def test_tiles_that_are_timed_are_kept_and_give_what_the_oracle_gives(
     case = build_case(variant, MIXED)
     result = run(on_device(case), variant).cpu().double()
     torch.testing.assert_close(result, attend(case, variant), atol=3e-2, rtol=3e-2)
-    for cached in (triton_tiles.choices_of, triton_tiles.tiles_for, triton_tiles.draw_block):
+    for cached in (triton_tiles.choices_for_card, triton_tiles.tiles_for, triton_tiles.draw_block):
         cached.cache_clear()
 
 

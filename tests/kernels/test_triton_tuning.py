@@ -56,6 +56,14 @@ def test_prompts_and_single_tokens_get_their_own_tiles_which_are_timed_once(
     triton_tiles.tiles_for.cache_clear()
 
 
+def test_a_device_has_its_cards_choices_however_it_is_spelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {device.index or 0}")
+    first, same, other = (triton_tiles.choices_of(torch.device(name)) for name in ("cuda", "cuda:0", "cuda:1"))
+    assert first is same is not other
+    triton_tiles.choices_for_card.cache_clear()
+
+
 def test_float32_and_the_interpreter_keep_to_the_fixed_tiles(
     timed: list[tuple[str, Values]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,13 +21,14 @@ from cbatch.errors import UsageError
 from cbatch.models.attention_library import choose_attention, open_library
 from cbatch.models.load import LoadedModel
 from tests.engine.tiny_engine import load_tiny, make_tokens, run
+from tests.kernels import attention_stand_ins
 from tests.kernels.attention_stand_ins import FLASH_ATTN, FLASHINFER
 from tests.tiny_models import build_tiny
 
 MODULES = {"flash_attn": FLASH_ATTN, "flashinfer": FLASHINFER}
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2"])
+@pytest.fixture(scope="module", params=["gpt2", "gemma2"])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_tiny(build_tiny(request.param, tmp_path_factory.mktemp(request.param)))
 
@@ -119,6 +120,9 @@ def test_one_of_another_version_is_refused(loaded: LoadedModel, monkeypatch: pyt
 def test_the_engine_runs_over_it(
     loaded: LoadedModel, name: str, page_size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    calls: list[int] = []
+    original = attention_stand_ins.attend
+    monkeypatch.setattr(attention_stand_ins, "attend", lambda *args: [calls.append(1), original(*args)][1])
     monkeypatch.setitem(sys.modules, name, MODULES[name])
     monkeypatch.setattr(engine_module, "check_config", lambda *_: None)  # as if this were a GPU
     monkeypatch.setattr(engine_module, "choose_attention", lambda _, loaded: choose_attention(config("cbatch"), loaded))
@@ -128,5 +132,8 @@ def test_the_engine_runs_over_it(
     ]
     settings = {"num_blocks": 64, "page_size": page_size, "speculation": False}
     expected = run(Engine.over(loaded, config("cbatch", **settings)), *rows)
-    found = run(Engine.over(loaded, config(name, **settings)), *rows)
+    engine = Engine.over(loaded, config(name, **settings))
+    calls.clear()  # of the comparison
+    found = run(engine, *rows)
+    assert len(calls) >= engine.stats.steps * loaded.shape.num_layers
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
