@@ -34,7 +34,7 @@ class Tiles:
 
 
 # By the largest head that they are for. In float32 no tensor core multiplies, and operands fill the registers.
-TILES = {64: Tiles(64, 64, 8, 64), 128: Tiles(128, 32, 8, 64), 256: Tiles(32, 16, 4, 32, single_stages=2)}
+TILES = {64: Tiles(64, 64, 8, 64), 128: Tiles(128, 32, 8, 64), 256: Tiles(32, 16, 4, 16)}
 FLOAT32_TILES = {256: Tiles(32, 16, 8, 16)}
 # (rows, keys, warps, stages) and (keys, warps, stages) beside the fixed ones, in 16 bits.
 PROMPT_CANDIDATES = ((64, 32, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3))

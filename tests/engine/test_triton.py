@@ -81,7 +81,7 @@ def test_rows_that_begin_alike_attend_to_that_together_in_replayed_steps_too(
     loaded = load_tiny(build_tiny("llama", tmp_path))
     common = make_tokens(24)
     rows = [
-        Prompt(i, [*common, *make_tokens(1 + i, seed=i)], SamplingParams(max_tokens=3 + i, ignore_eos=True))
+        Prompt(i, [*common, *make_tokens(1 + i, seed=i)], SamplingParams(max_tokens=2 + i, ignore_eos=True))
         for i in range(3)
     ]
     settings = {"page_size": 8, "speculation": False, "max_requests_per_batch": 3}
