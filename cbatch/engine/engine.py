@@ -52,6 +52,9 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan) -> RunningStep:
         """Begin to compute a step, behind those that were launched before; requests may change from here on."""
 
+    def settle(self) -> None:
+        """Wait for what was launched and nobody collects any more: the next step may change what that still reads."""
+
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
@@ -193,8 +196,9 @@ class Engine:
                     elif (failed := self._submit(prompt)) is not None:
                         outputs.append(failed)
                 if self._scheduler.has_work:
+                    num_booked = self.stats.steps
                     outputs.extend(self._step())
-                    self.stats.starved_steps += is_dry and self._has_room
+                    self.stats.starved_steps += is_dry and self._has_room and self.stats.steps > num_booked
                 elif not exhausted and not outputs:
                     self._wait()
                 yield outputs
@@ -203,8 +207,8 @@ class Engine:
             if self._recorder is not None:
                 self._recorder.forget()
             self._scheduler.abandon()  # what a caller that stops early leaves behind is no part of its next call
-            while self._in_flight:  # the device still reads what the next call would write
-                self._in_flight.popleft().running.collect()
+            self._in_flight.clear()
+            self._runner.settle()
 
     def drop_waiting(self) -> list[int]:
         """Forget the prompts of which nothing ever ran, and return their ids."""
@@ -314,11 +318,10 @@ class Engine:
 
     def _count_tokens(self, plan: StepPlan, had: Sequence[int]) -> None:
         """Count what the step's requests, which `had` so many tokens, got by it."""
-        for item, num_tokens in zip(plan.items, had, strict=True):
-            num_new = len(item.request.token_ids) - num_tokens
-            self.stats.output_tokens += num_new
-            self.stats.drafted_tokens += len(item.drafts)
-            self.stats.accepted_tokens += max(0, num_new - 1)
+        num_new = [len(item.request.token_ids) - before for item, before in zip(plan.items, had, strict=True)]
+        self.stats.output_tokens += sum(num_new)
+        self.stats.drafted_tokens += sum(len(item.drafts) for item in plan.items if item.drafts)
+        self.stats.accepted_tokens += sum(count - 1 for count in num_new if count > 1)
 
     def _count_cache(self, plan: StepPlan, load: CacheLoad, at_s: float) -> None:
         stats = self.stats

@@ -31,15 +31,16 @@ class WholePromptScheduler(FifoScheduler):
     @property
     def num_candidates(self) -> int:
         """Count the active requests that want a place in the step."""
+        if not self.num_in_flight:
+            return len(self.active)
         return sum(not request.awaits_results for request in self.active)
 
     def has_token_budget(self, plan: StepPlan) -> bool:
         return super().has_token_budget(plan) or not _has_prompt(plan)
 
-    def num_tokens_within_budget(self, request: Request, plan: StepPlan) -> int:
-        num_tokens = request.num_uncomputed
-        fits = plan.num_tokens + num_tokens <= self.limits.max_batch_tokens
-        return num_tokens if fits or not _has_prompt(plan) else 0
+    def num_tokens_within_budget(self, num_uncomputed: int, plan: StepPlan) -> int:
+        fits = plan.num_tokens + num_uncomputed <= self.limits.max_batch_tokens
+        return num_uncomputed if fits or not _has_prompt(plan) else 0
 
 
 class StaticScheduler(WholePromptScheduler):

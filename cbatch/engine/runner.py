@@ -128,6 +128,10 @@ class ModelRunner:
         self._advance(plan, prepared)
         return launched
 
+    def settle(self) -> None:
+        """Wait for steps whose results nobody collects any more."""
+        self._transfers.settle()
+
     @torch.inference_mode()
     def _prepare(self, plan: StepPlan) -> PreparedStep:
         """Make a step's inputs: all that the host needs to know of its requests."""

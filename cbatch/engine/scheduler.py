@@ -61,10 +61,10 @@ class Scheduler:
         """Tell whether `plan` can take any more tokens."""
         return plan.num_tokens < self.limits.max_batch_tokens
 
-    def num_tokens_within_budget(self, request: Request, plan: StepPlan) -> int:
-        """Count the uncomputed tokens of `request` that still fit a `plan`: all, a chunk, or none."""
-        num_uncomputed = len(request.token_ids) + request.num_pending - request.num_computed_tokens
-        return min(num_uncomputed, self.limits.max_batch_tokens - plan.num_tokens)
+    def num_tokens_within_budget(self, num_uncomputed: int, plan: StepPlan) -> int:
+        """Count those of a request's uncomputed tokens that still fit a `plan`: all, a chunk, or none."""
+        num_left = self.limits.max_batch_tokens - plan.num_tokens
+        return num_uncomputed if num_uncomputed < num_left else num_left
 
     @property
     def has_work(self) -> bool:
@@ -120,11 +120,11 @@ class Scheduler:
     def launch(self, plan: StepPlan) -> None:
         """Book that a step runs: what it computes counts as computed from now on, and its tokens are to come."""
         self.num_in_flight += 1
-        for item in plan.items:
-            request = item.request
-            request.num_computed_tokens = item.num_computed_before + item.num_tokens - len(item.drafts)
+        for request, num_tokens, num_before, _, num_results, drafts in plan.items:
+            request.num_computed_tokens = num_before + num_tokens - len(drafts)
             request.num_in_flight += 1
-            request.num_pending += item.num_results > 0
+            if num_results:
+                request.num_pending += 1
 
     def num_filled(self) -> dict[Request, int]:
         """Count the tokens that each active request has in its blocks once what was launched has run, drafts aside."""
@@ -153,18 +153,19 @@ class Scheduler:
         for item in plan.items:
             request = item.request
             request.num_in_flight -= 1
-            of_item = next(left) if item.num_results else []
-            request.num_pending -= item.num_results > 0
-            if request.status is RequestStatus.FINISHED:
-                continue
             if not item.num_results:
                 self._book_computed(item, item.num_tokens)
                 request.status = RequestStatus.PREFILLING
                 continue
+            of_item = next(left)
+            request.num_pending -= 1
+            if request.status is RequestStatus.FINISHED:
+                continue
             outcome, num_taken = self._take(request, of_item, now)
             # Each token but the last was a draft, and has its KV: what is behind them is overwritten by what comes.
-            request.num_computed_tokens += num_taken - 1
-            self._book_computed(item, item.num_tokens - len(item.drafts) + num_taken - 1)
+            num_accepted = num_taken - 1
+            request.num_computed_tokens += num_accepted
+            self._book_computed(item, item.num_tokens - len(item.drafts) + num_accepted)
             if outcome is None:
                 request.status = RequestStatus.DECODING
             else:
@@ -227,8 +228,9 @@ class Scheduler:
         """Tell the active requests that lack one token's KV from those that lack more; who must wait is neither."""
         decodes: list[Request] = []
         prefills: list[Request] = []
+        may_wait = self.num_in_flight > 0
         for request in self.active:
-            if request.num_in_flight and request.awaits_results:
+            if may_wait and request.awaits_results:
                 continue
             num_uncomputed = len(request.token_ids) + request.num_pending - request.num_computed_tokens
             (decodes if num_uncomputed == 1 else prefills).append(request)
@@ -259,7 +261,8 @@ class Scheduler:
     def _share_within_limits(self, request: Request, plan: StepPlan) -> ScheduledRequest | None:
         """Give what of `request` the step can still take: all of its uncomputed tokens, a chunk of them, or nothing."""
         limits, before = self.limits, request.num_computed_tokens
-        num_tokens = self.num_tokens_within_budget(request, plan)
+        num_uncomputed = len(request.token_ids) + request.num_pending - before
+        num_tokens = self.num_tokens_within_budget(num_uncomputed, plan)
         if num_tokens == 0 or plan.num_logits >= limits.max_requests_per_batch:
             return None
         if request.logprobs is not None and request.scores_prompt:
@@ -267,8 +270,8 @@ class Scheduler:
         num_pages = self.cache.num_pages_read(request, before + num_tokens)
         if plan.num_pages_read + num_pages > limits.max_pages_read:
             return None
-        reaches_end = before + num_tokens == len(request.token_ids) + request.num_pending
-        return ScheduledRequest(request, num_tokens, before, num_pages, int(reaches_end))
+        num_results = 1 if num_tokens == num_uncomputed else 0
+        return ScheduledRequest(request, num_tokens, before, num_pages, num_results)
 
     def _put(self, plan: StepPlan, share: ScheduledRequest) -> None:
         request, num_tokens, num_pages = share.request, share.num_tokens, share.num_pages_read
@@ -307,11 +310,14 @@ class Scheduler:
     def _book_computed(self, item: ScheduledRequest, num_tokens: int) -> None:
         """Count `num_tokens` of an item as computed; the drafts among them are the request's own tokens by now."""
         request, before = item.request, item.num_computed_before
-        new = max(0, before + num_tokens - request.num_ever_computed)
-        request.computed_tokens += new
-        request.recomputed_tokens += num_tokens - new
-        request.num_ever_computed += new
-        self.cache.commit(request, before, before + num_tokens)
+        reached = before + num_tokens
+        num_new = reached - request.num_ever_computed
+        if num_new > 0:
+            request.computed_tokens += num_new
+            request.num_ever_computed = reached
+        if num_new < num_tokens:
+            request.recomputed_tokens += num_tokens - max(0, num_new)
+        self.cache.commit(request, before, reached)
 
     def _take(self, request: Request, results: Results, now: float) -> tuple[Stop | RowError | None, int]:
         """Give a request its tokens; return what ends it, if anything does, and how many of the results it took."""

@@ -32,7 +32,7 @@ class Transfers:
         """Let what is computed from now on see the inputs that were made."""
 
     def settle(self) -> None:
-        """Wait for a device that may still read the inputs of a step that failed, which are let go of."""
+        """Wait for a device that may still read the inputs of a step that failed or was given up, and is forgotten."""
 
     def fetch(self, results: Sequence[Tensor]) -> Fetched:
         """Begin to copy results to the host; what is returned waits for them and gives them there."""

@@ -38,6 +38,9 @@ class DryRunner:
             )
         return ComputedStep([[_own_token(item)] for item in plan.items if item.num_results])
 
+    def settle(self) -> None:
+        """Do nothing: every step is over as soon as it is launched."""
+
 
 def _own_token(item: ScheduledRequest) -> int:
     request = item.request

@@ -46,6 +46,10 @@ class LateDevice:
         self.longest = max(self.longest, len(self.queue))
         return self.queue[-1]
 
+    def settle(self) -> None:
+        while self.queue:
+            self.queue[0].collect()
+
     def _check_inputs(self, plan: StepPlan, prepared: PreparedStep) -> None:
         """Every token was told to the host before, or is marked as one to come."""
         carried = prepared.staged.inputs.carried
@@ -62,5 +66,6 @@ def run_ahead(engine: Engine) -> LateDevice:
     """Let `engine` launch each step before the results of the one before it are there, on a device that is late."""
     device = LateDevice(cast("ModelRunner", engine._runner))
     engine._runner.launch = device.launch  # type: ignore[method-assign]
+    engine._runner.settle = device.settle  # type: ignore[method-assign]
     engine._most_in_flight = 1
     return device

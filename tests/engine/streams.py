@@ -83,6 +83,10 @@ class Streams(TorchDispatchMode):
         finally:
             self._current = before
 
+    def synchronize(self) -> None:
+        for seen in list(self.seen.values()):
+            self.join(HOST, seen)
+
     # The watcher
 
     def join(self, queue: str, seen: Seen) -> None:

@@ -283,6 +283,20 @@ def test_a_source_that_has_nothing_ready_waits_for_nothing_in_flight(llama: Load
     assert [len(output.token_ids) for output in outputs] == [4, 4, 4]
 
 
+def test_a_step_that_lacks_prompts_counts_once(llama: LoadedModel) -> None:
+    """Though the engine looks for prompts when it launches one, and when it waits for its results."""
+
+    def slow() -> Iterator[Prompt | None]:
+        yield Prompt(0, make_tokens(5, seed=0), SamplingParams(max_tokens=6, ignore_eos=True, repetition_penalty=1.3))
+        yield from [None] * 20
+
+    engine = make(llama)
+    run_ahead(engine)
+    for _ in engine.steps(slow()):
+        pass
+    assert engine.stats.starved_steps == engine.stats.steps == 6
+
+
 def test_an_observer_sees_steps_one_after_another(llama: LoadedModel) -> None:
     records: list[StepRecord] = []
 

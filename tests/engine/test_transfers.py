@@ -19,6 +19,7 @@ from cbatch.engine.engine import Engine
 from cbatch.engine.offload import PageCopies
 from cbatch.engine.request import Prompt, RequestOutput
 from cbatch.engine.runner import ModelRunner
+from cbatch.engine.step import StepPlan
 from cbatch.engine.transfers import StreamTransfers, Transfers, page_runs
 from cbatch.models.load import LoadedModel
 from tests.engine.streams import FakeStream, Streams
@@ -35,7 +36,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     device = Streams()
-    cuda = SimpleNamespace(Stream=device.Stream, stream=device.stream, current_stream=device.current_stream)
+    cuda = SimpleNamespace(
+        Stream=device.Stream,
+        stream=device.stream,
+        current_stream=device.current_stream,
+        synchronize=device.synchronize,
+    )
     monkeypatch.setattr(transfers, "torch", SimpleNamespace(cuda=cuda, tensor=torch.tensor))
     monkeypatch.setattr(transfers, "_pinned_like", torch.empty_like)
     monkeypatch.setattr(transfers, "_keep_for", lambda tensor, stream: None)
@@ -94,6 +100,23 @@ def test_nothing_is_read_or_written_beside_what_another_stream_does_with_it(
 def test_one_set_of_buffers_is_seen_to_be_written_while_a_step_reads_it(loaded: LoadedModel, streams: Streams) -> None:
     run_beside(make(loaded), streams, sets=1)
     assert any("stream" in race for race in streams.races)
+
+
+def test_a_step_that_an_interrupt_lost_is_waited_for(loaded: LoadedModel, streams: Streams) -> None:
+    engine = make(loaded)
+    launch, calls = engine._scheduler.launch, iter([False] * 5 + [True])
+
+    def interrupted(plan: StepPlan) -> None:
+        if next(calls, False):
+            raise KeyboardInterrupt
+        launch(plan)
+
+    engine._scheduler.launch = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run_beside(engine, streams)
+    with streams:
+        run(engine, *rows()[:2])  # whose second step reuses the buffers of the lost one at once
+    assert streams.races == []
 
 
 @pytest.mark.parametrize("forgotten", ["await_upload", "fetch", "page_out", "page_in"])

@@ -28,6 +28,9 @@ class AlwaysTheSame:
     def launch(self, plan: StepPlan) -> ComputedStep:
         return ComputedStep([[TOKEN] for item in plan.items if item.num_results])
 
+    def settle(self) -> None:
+        pass
+
 
 class UnloadedTokenizer(StubTokenizer):
     """The stub's, with what an engine asks of one beyond encoding and decoding."""

@@ -60,6 +60,9 @@ class Costly:
         self._clock.sleep(duration * self._rng.uniform(1 - self._noise, 1 + self._noise))
         return ComputedStep([[TOKEN] for item in plan.items if item.num_results])
 
+    def settle(self) -> None:
+        pass
+
 
 def stop_the_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Let the engine read a clock that only the runner moves."""
