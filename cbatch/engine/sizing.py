@@ -21,6 +21,7 @@ INDEX_TENSORS = 4  # token ids, positions, slots of two attention types
 GATHERED_TOKENS = 16_384  # context that the reference attention copies out of the pages at a time
 QUERY_TILE = 256  # query tokens that it scores at a time
 HEAP_BYTES = 32 * MIB  # freed pieces that the allocator keeps; glibc gives larger ones than this back at once
+HEAP_BYTES_IN_ONE_CALL = 16 * MIB  # where layers share one piece
 DRAWING_BYTES = 56  # per logit: probabilities in float64, sorted ones, their shares and sums, and what makes them
 
 
@@ -32,11 +33,12 @@ class StepFootprint:
     attention: int  # context gathered and scored where no compiled kernel attends; its masks
     logits: int
     index_tensors: int
+    heap: int  # kept by the allocator
 
     @property
     def total(self) -> int:
         """The most at any moment: the layers are done when the logits are made."""
-        return max(self.activations + self.attention, self.logits) + self.index_tensors + HEAP_BYTES
+        return max(self.activations + self.attention, self.logits) + self.index_tensors + self.heap
 
     @property
     def growing(self) -> int:
@@ -76,6 +78,7 @@ def step_footprint(
         # As the model gives them, and a copy in float32 that sampling changes.
         logits=num_logits * (num_buffers * dtype.itemsize + torch.float32.itemsize) + drawn * DRAWING_BYTES,
         index_tensors=num_buffers * INDEX_TENSORS * max_batch_tokens * torch.int64.itemsize,
+        heap=HEAP_BYTES_IN_ONE_CALL if in_one_call else HEAP_BYTES,
     )
 
 

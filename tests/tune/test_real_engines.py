@@ -110,7 +110,7 @@ def test_limits_hold_in_trials_and_warm_up_and_one_cache_is_there_at_a_time(
 
 def test_what_does_not_fit_the_memory_is_not_proposed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of many tokens leave too little cache for the longest row that the default runs, or none."""
-    monkeypatch.setattr("cbatch.engine.engine.free_memory", lambda _device: FreeMemory(96 << 20, "a test"))
+    monkeypatch.setattr("cbatch.engine.engine.free_memory", lambda _device: FreeMemory(48 << 20, "a test"))
     source = LoadedEngines(EngineConfig(model=str(model), dtype="float32", max_memory_percent=1.0))
     space = build_space(("max_batch_tokens",), source.plan, num_requests=300, num_tokens=10**6)
     proposed = {int(point[0]) for point in space.points}
