@@ -29,6 +29,7 @@ class FusedDecoder(nn.Module):
         self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], paged: PagedStep, **_: object
     ) -> Tensor:
         """Run the layers over `hidden_states` [1, T, width], which may be changed in place."""
+        assert paged.attend is None, "the layers' kernel attends by itself"
         caches = []
         for attention in self._attention:
             layer = attention.layer_idx
