@@ -23,7 +23,6 @@ from cbatch.engine.determinism import row_multiple
 from cbatch.engine.grammar import Grammars
 from cbatch.engine.graphs import CudaCapture
 from cbatch.engine.intake import Intake
-from cbatch.engine.memory import FreeMemory, free_memory, is_out_of_memory
 from cbatch.engine.modes import CHUNKED, MODES, Mode
 from cbatch.engine.observer import Observer, RequestEvent, StepRecorder, StepTimes
 from cbatch.engine.output import empty_output, failed_output, finished_output
@@ -38,6 +37,7 @@ from cbatch.errors import DoesNotFitError, EngineError, RowError
 from cbatch.models.attention_library import choose_attention, open_library
 from cbatch.models.inspect import inspect_model
 from cbatch.models.load import LoadedModel, load_model
+from cbatch.models.memory import FreeMemory, free_memory, is_out_of_memory
 from cbatch.models.outline import ModelOutline
 from cbatch.models.tokenizer import Tokenizer
 

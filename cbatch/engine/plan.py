@@ -20,7 +20,6 @@ from cbatch.engine.cache.build import group_layers
 from cbatch.engine.determinism import check_deterministic
 from cbatch.engine.execution import Execution, decide_execution
 from cbatch.engine.largest_batch import Q_PADDING, LargestBatch
-from cbatch.engine.memory import FreeMemory
 from cbatch.engine.modes import CHUNKED, MODES, Mode
 from cbatch.engine.policies import SCHEDULERS
 from cbatch.engine.rehearsal import Measure
@@ -31,6 +30,7 @@ from cbatch.engine.sizing import (
 from cbatch.errors import DoesNotFitError, UsageError
 from cbatch.models.inspect import ModelShape
 from cbatch.models.machine import choose_device
+from cbatch.models.memory import FreeMemory
 from cbatch.models.outline import ModelOutline
 from cbatch.units import GIB, ceil_div, format_bytes
 

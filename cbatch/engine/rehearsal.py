@@ -20,11 +20,11 @@ from cbatch.engine.batch import StepInputs
 from cbatch.engine.cache.build import build_cache
 from cbatch.engine.cache.pool import PADDING_READ_CHUNK, PADDING_WRITE_CHUNK
 from cbatch.engine.edits import LogitEdits, Places
-from cbatch.engine.memory import is_out_of_memory
 from cbatch.engine.runner import ModelRunner
 from cbatch.engine.sampling import SamplingBatch
 from cbatch.models.attention import AttentionInputs
 from cbatch.models.load import LoadedModel
+from cbatch.models.memory import is_out_of_memory
 from cbatch.units import ceil_div
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,6 @@ Called by the engine once, after inspect. Leaves out the KV cache and everything
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from dataclasses import dataclass, fields
 from functools import partial
@@ -17,18 +16,21 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from cbatch.config import EngineConfig
-from cbatch.errors import UsageError
+from cbatch.errors import DoesNotFitError, UsageError
 from cbatch.models.attention import ATTENTION_NAME, register_attention
 from cbatch.models.fused_decoder import FusedDecoder
 from cbatch.models.generation import end_token_ids
 from cbatch.models.hub import loading
 from cbatch.models.inspect import ModelShape
 from cbatch.models.machine import Choice
+from cbatch.models.memory import free_memory, trim_heap
 from cbatch.models.outline import ModelOutline, outline_model
 from cbatch.models.patch import PatchDiffersError, patch_model, patch_refusal
 from cbatch.models.rope import fix_rotary_embeddings
 from cbatch.models.source import ModelSource, resolve_source
 from cbatch.models.tokenizer import Tokenizer
+from cbatch.models.weights import weight_bytes
+from cbatch.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ def load_model(config: EngineConfig, shape: ModelShape) -> LoadedModel:
     source = resolve_source(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     outline = outline_model(config, shape)
     torch.set_num_threads(outline.num_threads)
+    _check_room(source, outline)
     logger.info("loading %s in %s on %s", source.name, outline.dtype, outline.device)
     max_model_len = config.max_model_len or shape.context_length
     load = partial(_load_on_device, source, outline.dtype, outline.device, max_model_len)
@@ -58,12 +61,28 @@ def load_model(config: EngineConfig, shape: ModelShape) -> LoadedModel:
     if patched.value is None:
         del model  # before it is in memory twice
         model = load()
-    _trim_heap()
+    trim_heap()
     dispatch.tune(outline.device, outline.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim)
     known = {field.name: getattr(outline, field.name) for field in fields(outline)}
     known |= {"patched": bool(patched.value), "patched_reason": patched.reason}
     known["in_one_call"] = any(isinstance(module, FusedDecoder) for module in model.modules())
     return LoadedModel(model=model, **known)
+
+
+def _check_room(source: ModelSource, outline: ModelOutline) -> None:
+    """Refuse weights that memory does not hold: a kernel that is out of it ends a process without a word.
+
+    Raises DoesNotFitError.
+    """
+    needed, free = weight_bytes(source, outline.dtype), free_memory(outline.device)
+    if needed is None or needed <= free.num_bytes:
+        return
+    narrower = "a smaller --dtype, or " if outline.dtype.itemsize > torch.bfloat16.itemsize else ""
+    raise DoesNotFitError(
+        f"the weights of '{source.name}' do not fit: they take {format_bytes(needed)} in "
+        f"{str(outline.dtype).removeprefix('torch.')}, of {format_bytes(free.num_bytes)} ({free.source})",
+        hint=f"try {narrower}a smaller model",
+    )
 
 
 def _load_on_device(
@@ -74,13 +93,6 @@ def _load_on_device(
     with loading("the weights", source):
         nn.Module.to(model, device)
     return model
-
-
-def _trim_heap() -> None:
-    """Give back what conversions and packing left free in the heap: with glibc half as much again as the weights."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _patch(model: PreTrainedModel, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Choice[bool | None]:

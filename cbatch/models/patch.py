@@ -24,6 +24,7 @@ from cbatch.models.attention import AttentionInputs, PagedStep, name_layer_type
 from cbatch.models.fused import FusedAttention, FusedLayer, FusedLinear, FusedMLP, FusedRMSNorm
 from cbatch.models.fused_decoder import fuse_decoder
 from cbatch.models.inspect import ModelShape
+from cbatch.models.memory import trim_heap
 from cbatch.models.projections import CompiledProjections, Projections, choose_projections
 from cbatch.units import ceil_div
 
@@ -117,6 +118,7 @@ def _swap(model: nn.Module, swaps: Swaps, projections: Projections, activation: 
         _replace(model, swaps.attention, partial(FusedAttention, projections=projections))
     if swaps.layer is not None and activation is not None:
         _replace(model, swaps.layer, FusedLayer)
+    trim_heap()  # before the largest weight of many a model, its head, is there twice
     if projections.takes_all:
         _replace(model, "Linear", partial(FusedLinear, projections=projections))
     for parent in list(model.modules()):

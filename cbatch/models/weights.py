@@ -1,6 +1,7 @@
 """How many bytes a model's weights will take, read from the headers of its files; no weights are touched.
 
-Called by commands that never load. Floating-point weights take the run's data type; packed ones stay as they are.
+Called before they are loaded, and by commands that never load. Floating-point weights take the run's data type;
+packed ones stay as they are.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from itertools import islice
 
 from cbatch.config import DEFAULT_MAX_TOKENS, EngineConfig, JobConfig
 from cbatch.engine.engine import plan_over
-from cbatch.engine.memory import FreeMemory, free_memory
 from cbatch.engine.plan import EnginePlan, check_config
 from cbatch.engine.request import Prompt
 from cbatch.engine.stats import EngineStats
@@ -23,6 +22,7 @@ from cbatch.jobs.preview import FailedRow, preview_rows
 from cbatch.jobs.survey import can_reread
 from cbatch.jobs.totals import count_error
 from cbatch.models.inspect import inspect_model
+from cbatch.models.memory import FreeMemory, free_memory
 from cbatch.models.outline import ModelOutline, outline_model
 from cbatch.models.source import resolve_source
 from cbatch.models.weights import weight_bytes

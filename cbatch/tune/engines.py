@@ -15,10 +15,10 @@ import torch
 
 from cbatch.config import EngineConfig
 from cbatch.engine.engine import Engine, plan_over
-from cbatch.engine.memory import is_out_of_memory
 from cbatch.engine.plan import EnginePlan, check_config
 from cbatch.models.inspect import inspect_model
 from cbatch.models.load import load_model
+from cbatch.models.memory import is_out_of_memory
 from cbatch.models.tokenizer import Tokenizer
 from cbatch.tune.space import Value
 

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from cbatch_kernels.linear import Activation
 
+PANELS_AT_ONCE = 64  # that packing copies
 ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}  # as in the source
 
 
@@ -84,12 +85,17 @@ def pack_gated(
 
 
 def _pack(library: ctypes.CDLL, weight: Tensor) -> Tensor:
+    """Copy some panels at a time: a copy of a large vocabulary's whole head would need its memory again."""
     assert weight.dtype == torch.float32
     panel = int(library.cbatch_linear_panel())
-    narrow = weight.detach().to(torch.bfloat16)
-    kept = narrow if torch.equal(narrow.float(), weight) else weight.detach()
-    padded = functional.pad(kept, (0, 0, 0, -len(kept) % panel))
-    return padded.view(-1, panel, kept.shape[1]).transpose(1, 2).contiguous()
+    parts = torch.split(weight.detach(), PANELS_AT_ONCE * panel)
+    is_narrow = all(torch.equal(part.to(torch.bfloat16).float(), part) for part in parts)
+    shape = (-(-len(weight) // panel), weight.shape[1], panel)
+    panels = torch.empty(shape, dtype=torch.bfloat16 if is_narrow else torch.float32)
+    for part, packed in zip(parts, torch.split(panels, PANELS_AT_ONCE), strict=True):
+        padded = functional.pad(part, (0, 0, 0, -len(part) % panel))
+        packed.copy_(padded.view(-1, panel, shape[1]).transpose(1, 2))
+    return panels
 
 
 def unpack(layer: PackedWeight) -> list[tuple[Tensor, Tensor | None]]:

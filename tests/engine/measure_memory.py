@@ -20,12 +20,12 @@ from transformers import LlamaForCausalLM  # noqa: F401
 from cbatch.config import EngineConfig, SamplingParams
 from cbatch.engine import engine as engine_module
 from cbatch.engine.engine import Engine
-from cbatch.engine.memory import FreeMemory
 from cbatch.engine.request import Prompt
 from cbatch.engine.runner import ModelRunner
 from cbatch.engine.sizing import longest_context, step_footprint
 from cbatch.models.fused_decoder import FusedDecoder
 from cbatch.models.inspect import inspect_model
+from cbatch.models.memory import FreeMemory
 from cbatch.models.projections import CompiledProduct, OneDnnGate, OneDnnProjection
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")

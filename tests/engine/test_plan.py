@@ -13,7 +13,6 @@ import torch
 from cbatch_kernels.dispatch import AttentionChoice
 
 from cbatch.config import EngineConfig
-from cbatch.engine.memory import FreeMemory
 from cbatch.engine.plan import EnginePlan, check_config, plan_engine
 from cbatch.engine.policies import FifoScheduler
 from cbatch.engine.sizing import longest_context, page_bytes, step_footprint
@@ -21,6 +20,7 @@ from cbatch.engine.step import StepLimits
 from cbatch.errors import DoesNotFitError, UsageError
 from cbatch.models.inspect import ModelShape, inspect_model
 from cbatch.models.load import LoadedModel, load_model
+from cbatch.models.memory import FreeMemory
 from cbatch.units import GIB, MIB, ceil_div
 from tests.engine.fakes import make_cache, make_request
 from tests.engine.test_sizing import make_shape

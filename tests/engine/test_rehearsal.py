@@ -10,12 +10,12 @@ import torch
 
 from cbatch.config import EngineConfig
 from cbatch.engine.batch import StepInputs
-from cbatch.engine.memory import FreeMemory
 from cbatch.engine.plan import plan_engine
 from cbatch.engine.rehearsal import FRAGMENTS, MeasuredSteps, measure_steps
 from cbatch.engine.runner import ModelRunner
 from cbatch.engine.sizing import cache_bytes, captured_logits_bytes
 from cbatch.models.load import LoadedModel
+from cbatch.models.memory import FreeMemory
 from cbatch.units import GIB
 from tests.engine.test_plan import LARGE, ON_DEVICE
 from tests.engine.tiny_engine import load_tiny

@@ -13,12 +13,11 @@ import psutil
 import pytest
 import torch
 
-from cbatch.engine import memory
 from cbatch.engine.cache.build import build_cache, group_layers
-from cbatch.engine.memory import FreeMemory, free_memory
 from cbatch.engine.sizing import block_bytes, cache_bytes, longest_context, page_bytes, step_footprint
-from cbatch.models import machine
+from cbatch.models import machine, memory
 from cbatch.models.inspect import ModelShape
+from cbatch.models.memory import FreeMemory, free_memory
 from cbatch.units import GIB
 from tests.conftest import ROOT
 from tests.engine.measure_memory import CLEAR_REFS

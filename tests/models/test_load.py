@@ -12,14 +12,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cbatch.config import EngineConfig
-from cbatch.errors import UsageError
+from cbatch.errors import DoesNotFitError, UsageError
+from cbatch.models import load as load_module
 from cbatch.models.inspect import inspect_model
 from cbatch.models.load import LoadedModel, load_model
-from tests.tiny_models import EOS_ID, VOCAB_SIZE, build_tiny
+from cbatch.models.memory import FreeMemory
+from tests.tiny_models import EOS_ID, VOCAB_SIZE, build_tiny, build_tiny_model
 
 
 def load(config: EngineConfig) -> LoadedModel:
     return load_model(config, inspect_model(config))
+
+
+def num_parameters() -> int:
+    return sum(parameter.numel() for parameter in build_tiny_model("llama").parameters())
 
 
 @pytest.fixture
@@ -46,6 +52,23 @@ def test_a_loaded_model_is_ready_for_inference(tiny_llama: Path) -> None:
 def test_the_dtype_asked_for_is_that_of_all_weights(tiny_llama: Path) -> None:
     loaded = load(EngineConfig(model=str(tiny_llama), device="cpu", dtype="bfloat16"))
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.bfloat16} == {loaded.dtype}
+
+
+def test_weights_that_memory_does_not_hold_are_refused_before_they_load(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = 4 * num_parameters()
+    monkeypatch.setattr(load_module, "free_memory", lambda _: FreeMemory(needed - 1, "the container's memory limit"))
+    monkeypatch.setattr(load_module, "_load_weights", lambda *_: pytest.fail("they are loaded"))
+    with pytest.raises(DoesNotFitError, match=r"do not fit: they take .* in float32, of .* \(the container's") as error:
+        load(EngineConfig(model=str(tiny_llama), device="cpu", dtype="float32"))
+    assert error.value.hint == "try a smaller --dtype, or a smaller model"
+
+
+def test_weights_that_memory_just_holds_are_loaded(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = 2 * num_parameters()
+    monkeypatch.setattr(load_module, "free_memory", lambda _: FreeMemory(needed, "available memory"))
+    assert load(EngineConfig(model=str(tiny_llama), device="cpu", dtype="bfloat16")).dtype == torch.bfloat16
 
 
 def test_loading_writes_nothing_to_the_terminal(tiny_llama: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -15,9 +15,9 @@ import pytest
 from cbatch.cli.tune import tune_command
 from cbatch.config import EngineConfig, JobConfig, TuneConfig
 from cbatch.engine.engine import Engine
-from cbatch.engine.memory import FreeMemory
 from cbatch.errors import DoesNotFitError
 from cbatch.jobs.run import run_job
+from cbatch.models.memory import FreeMemory
 from cbatch.tune.engines import LoadedEngines
 from cbatch.tune.run import run_tune
 from cbatch.tune.space import CHOICES, Value, build_space
