@@ -9,12 +9,14 @@ MIB = 1024**2
 GIB = 1024**3
 TIB = 1024**4
 
+THREE_DIGITS = 999.5  # from here on a number rounds to four
+
 
 def format_bytes(num_bytes: float) -> str:
-    """Spell a byte count with three significant digits: 1536 → '1.50 KiB'."""
+    """Spell a byte count with three significant digits, or those before the point: 1536 → '1.5 KiB'."""
     for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
+        if (number := num_bytes / size) >= 1:
+            return f"{number:.3g} {unit}" if number < THREE_DIGITS else f"{number:.0f} {unit}"
     return f"{num_bytes:.0f} B"
 
 

@@ -18,7 +18,8 @@ from cbatch.units import GIB, KIB, MIB, TIB, format_bytes, format_duration, form
         (614.4 * MIB, "614 MiB"),
         (21.34 * GIB, "21.3 GiB"),
         (4530 * GIB, "4.42 TiB"),
-        (2**50, "1.02e+03 TiB"),
+        (1023.4 * MIB, "1023 MiB"),
+        (2**50, "1024 TiB"),
     ],
 )
 def test_three_digits_and_the_largest_unit_below(num_bytes: float, text: str) -> None:

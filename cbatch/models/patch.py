@@ -118,7 +118,6 @@ def _swap(model: nn.Module, swaps: Swaps, projections: Projections, activation: 
         _replace(model, swaps.attention, partial(FusedAttention, projections=projections))
     if swaps.layer is not None and activation is not None:
         _replace(model, swaps.layer, FusedLayer)
-    trim_heap()  # before the largest weight of many a model, its head, is there twice
     if projections.takes_all:
         _replace(model, "Linear", partial(FusedLinear, projections=projections))
     for parent in list(model.modules()):
@@ -128,10 +127,13 @@ def _swap(model: nn.Module, swaps: Swaps, projections: Projections, activation: 
 
 def _replace(model: nn.Module, class_name: str, fuse: Callable[[Any], nn.Module]) -> None:
     """Put `fuse(module)` in the place of every module of a class; each original is let go at once."""
-    for parent in list(model.modules()):
+    parents = [m for m in model.modules() if any(type(child).__name__ == class_name for child in m.children())]
+    for parent in parents:  # a list of all modules would hold on to those that are replaced
         for name, child in list(parent.named_children()):
             if type(child).__name__ == class_name:
                 setattr(parent, name, fuse(child))
+                del child
+        trim_heap()  # else what one layer let go of is still there when the last one is packed
 
 
 def _activation(model: PreTrainedModel) -> Activation | None:
