@@ -9,6 +9,7 @@ So every product gets a whole number of `row_multiple` rows, padding included; a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from cbatch_kernels.dispatch import AttentionChoice
@@ -22,13 +23,13 @@ from cbatch.models.inspect import ModelShape
 from cbatch.models.load import LoadedModel
 from cbatch.models.outline import ModelOutline
 from cbatch.models.projections import PRODUCTS
+from cbatch.units import MIB
 
 ROWS_PER_THREAD = 8
 HINT = "leave --deterministic out"
 CHECKED = (1, 2, 3, 5, 8, 17)  # numbers of multiples whose products are compared
 CHECKED_ROWS = (*CHECKED, 65, 200)  # where the multiple is 1
-
-Product = Callable[[Tensor], Tensor]
+MAX_CHECKED_BYTES = 64 * MIB  # of a product: what is free is not shared out yet, and a head can be wide
 
 
 def check_deterministic(shape: ModelShape, device: torch.device) -> None:
@@ -62,30 +63,41 @@ def row_multiple(loaded: LoadedModel) -> int:
 
 def _hold(loaded: LoadedModel, rows: int) -> bool:
     """Tell whether all of the model's products give a row the same bits among any number of multiples of `rows`."""
-    return all(_holds(product, width, dtype, rows) for (width, dtype), product in _products(loaded.model))
+    return all(_holds(product, rows) for product in _products(loaded.model))
 
 
-def _products(model: nn.Module) -> list[tuple[tuple[int, torch.dtype], Product]]:
-    """List the model's matrix products, one of each shape, with the width and dtype of what they multiply."""
-    found: dict[tuple[int, ...], tuple[tuple[int, torch.dtype], Product]] = {}
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """One of the model's matrix products."""
+
+    multiply: Callable[[Tensor], Tensor]
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+
+
+def _products(model: nn.Module) -> list[_Product]:
+    """List the model's matrix products, one of each kind and shape."""
+    found: dict[tuple[int, ...], _Product] = {}
     for module in model.modules():
         if isinstance(module, nn.Linear | Conv1D):
             weight = module.weight
             assert isinstance(weight, Tensor)
-            width = weight.shape[0] if isinstance(module, Conv1D) else weight.shape[1]
-            found.setdefault((0, *weight.shape), ((width, weight.dtype), module))
+            wide, deep = weight.T.shape if isinstance(module, Conv1D) else weight.shape
+            found.setdefault((0, *weight.shape), _Product(module, wide, deep, weight.dtype))
         for part in vars(module).values():
             if isinstance(part, PRODUCTS):
                 key = (1 + PRODUCTS.index(type(part)), *part.shape)
-                found.setdefault(key, ((part.shape[1], part.dtype), part))
+                found.setdefault(key, _Product(part, *part.shape, part.dtype))
     return list(found.values())
 
 
 @torch.inference_mode()
-def _holds(product: Product, width: int, dtype: torch.dtype, rows: int) -> bool:
-    """Compare products of different numbers of rows."""
+def _holds(product: _Product, rows: int) -> bool:
+    """Compare products of different numbers of rows, those left out that are too large."""
+    most_rows = max(CHECKED[1] * rows, MAX_CHECKED_BYTES // (product.out_features * product.dtype.itemsize))
+    counts = [count * rows for count in (CHECKED_ROWS if rows == 1 else CHECKED) if count * rows <= most_rows]
     generator = torch.Generator().manual_seed(0)
-    counts = CHECKED_ROWS if rows == 1 else CHECKED
-    inputs = torch.randn(counts[-1] * rows, width, generator=generator).to(dtype)
-    most = product(inputs)
-    return all(torch.equal(product(inputs[: count * rows]), most[: count * rows]) for count in counts[:-1])
+    inputs = torch.randn(counts[-1], product.in_features, generator=generator).to(product.dtype)
+    most = product.multiply(inputs)
+    return all(torch.equal(product.multiply(inputs[:count]), most[:count]) for count in counts[:-1])

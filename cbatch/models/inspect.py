@@ -37,6 +37,7 @@ class ModelShape:
     sliding_windows: tuple[int | None, ...]  # tokens, by layer; None where every context fits
     checkpoint_dtype: str | None  # as torch names it; None where the config does not say
     has_experts: bool = False  # whether tokens choose which weights they meet
+    shares_embedding: bool = False  # whether the head's weight is the embedding's
 
 
 def inspect_model(config: EngineConfig) -> ModelShape:
@@ -80,6 +81,7 @@ def describe_model(model_config: PretrainedConfig, source: ModelSource, max_mode
         sliding_windows=windows,
         checkpoint_dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         has_experts=any(getattr(text, name, None) for name in EXPERT_COUNTS),
+        shares_embedding=bool(getattr(text, "tie_word_embeddings", False)),
     )
 
 

@@ -25,7 +25,7 @@ from cbatch.models.inspect import ModelShape
 from cbatch.models.machine import Choice
 from cbatch.models.memory import free_memory, trim_heap
 from cbatch.models.outline import ModelOutline, outline_model
-from cbatch.models.patch import PatchDiffersError, patch_model, patch_refusal
+from cbatch.models.patch import PatchDiffersError, head_copy_bytes, patch_model, patch_refusal
 from cbatch.models.rope import fix_rotary_embeddings
 from cbatch.models.source import ModelSource, resolve_source
 from cbatch.models.tokenizer import Tokenizer
@@ -74,8 +74,11 @@ def _check_room(source: ModelSource, outline: ModelOutline) -> None:
 
     Raises DoesNotFitError.
     """
-    needed, free = weight_bytes(source, outline.dtype), free_memory(outline.device)
-    if needed is None or needed <= free.num_bytes:
+    weights, free = weight_bytes(source, outline.dtype), free_memory(outline.device)
+    if weights is None:
+        return
+    needed = weights + head_copy_bytes(outline.shape, outline.dtype, outline.device)
+    if needed <= free.num_bytes:
         return
     narrower = "a smaller --dtype, or " if outline.dtype.itemsize > torch.bfloat16.itemsize else ""
     raise DoesNotFitError(

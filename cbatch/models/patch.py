@@ -89,6 +89,17 @@ def takes_one_call(model_type: str, dtype: torch.dtype, device: torch.device) ->
     return FAMILIES[model_type].layer is not None and isinstance(choose_projections(dtype, device), CompiledProjections)
 
 
+def head_copy_bytes(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> int:
+    """Count the bytes of a head that is packed while the embedding, whose weight it shares, stays as it is."""
+    if patch_refusal(shape.model_type, dtype, device) is not None or not shape.shares_embedding:
+        return 0
+    projections = choose_projections(dtype, device)
+    if isinstance(projections, str) or not projections.takes_all:
+        return 0
+    halves = isinstance(projections, CompiledProjections) and shape.checkpoint_dtype == "bfloat16"
+    return shape.vocab_size * shape.hidden_size * (torch.bfloat16 if halves else dtype).itemsize
+
+
 @torch.inference_mode()
 def patch_model(model: PreTrainedModel, shape: ModelShape, device: torch.device) -> None:
     """Swap the modules of a model in memory, in place, and check that it computes what it did.

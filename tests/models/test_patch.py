@@ -17,9 +17,10 @@ from cbatch.models import patch
 from cbatch.models.fused import FusedRMSNorm
 from cbatch.models.inspect import inspect_model
 from cbatch.models.load import LoadedModel, load_model
-from cbatch.models.patch import FAMILIES, PatchDiffersError, patch_refusal
+from cbatch.models.patch import FAMILIES, PatchDiffersError, head_copy_bytes, patch_refusal
+from cbatch.models.projections import CompiledProduct
 from tests.tiny_models import FAMILIES as TINY
-from tests.tiny_models import build_tiny
+from tests.tiny_models import build_tiny, build_tiny_model
 
 CPU = torch.device("cpu")
 # family → fused modules of a tiny model with 2 to 6 layers
@@ -66,6 +67,21 @@ def test_every_family_loads_patched_or_says_why_not(family: str, tmp_path: Path)
 @pytest.mark.parametrize("changes", [{"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}])
 def test_biases_and_tied_heads(changes: dict[str, object], tmp_path: Path) -> None:
     assert load("llama", tmp_path, **changes).patched
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_a_packed_head_takes_beside_the_embedding_is_known_before(stored: str, tied: bool, tmp_path: Path) -> None:
+    folder = build_tiny("llama", tmp_path, tie_word_embeddings=tied)
+    build_tiny_model("llama", tie_word_embeddings=tied).to(getattr(torch, stored)).save_pretrained(folder)
+    config = EngineConfig(model=str(folder), dtype="float32", device="cpu")
+    loaded = load_model(config, inspect_model(config))
+    head = loaded.model.lm_head.layer
+    if not isinstance(head, CompiledProduct):
+        pytest.skip("products are not compiled here")
+    assert head.layer.panels.dtype == getattr(torch, stored)
+    expected = head.layer.panels.itemsize * head.shape[0] * head.shape[1] if tied else 0
+    assert head_copy_bytes(loaded.shape, loaded.dtype, loaded.device) == expected
 
 
 def test_an_activation_that_cannot_be_fused_leaves_the_mlps(tmp_path: Path) -> None:
