@@ -18,7 +18,7 @@ from cbatch_kernels.shared_prefix import SharedPrefixes, find_groups
 from cbatch_kernels.upload import to_device
 from torch import Tensor
 
-from cbatch.engine.cache.allocator import CacheAllocator
+from cbatch.engine.cache.allocator import BlockTable, CacheAllocator
 from cbatch.engine.cache.pool import PADDING_READ_CHUNK, PADDING_WRITE_CHUNK
 from cbatch.engine.logprobs import PromptPart, ScoringBatch, part_of_prompt
 from cbatch.engine.request import NextToken, Request
@@ -90,7 +90,7 @@ class BatchBuilder:
         tokens = [NextToken(item.request, item.drafts[:i]) for item in items for i in range(item.num_results)]
         parts, scored_tokens = _prompt_parts(items, stops - query_lens)
         return StepInputs(
-            input_ids=self._padded(np.concatenate([_step_tokens(item) for item in items]))[None],
+            input_ids=self._padded(_step_tokens(items))[None],
             position_ids=self._padded(positions)[None],
             attention=[self._attention(i, items, positions, query_lens) for i in range(len(self._allocators))],
             logits_indices=self._padded(
@@ -130,10 +130,7 @@ class BatchBuilder:
             )
             for item in items
         ]
-        width = max(len(window.blocks) for window in windows)
-        tables = np.full((len(items), width), PADDING_READ_CHUNK, dtype=np.int32)
-        for row, window in enumerate(windows):
-            tables[row, : len(window.blocks)] = window.blocks
+        tables = _joined_tables([window.blocks for window in windows])
         starts = np.array([window.start for window in windows], dtype=np.int64)
         sequence = np.repeat(np.arange(len(items)), query_lens)
         relative = positions - starts[sequence]
@@ -168,6 +165,15 @@ class BatchBuilder:
         return to_device(values, self._device)
 
 
+def _joined_tables(tables: list[BlockTable]) -> npt.NDArray[np.int32]:
+    """Put block tables below each other, one a row, filled up with a block that padding is read from."""
+    lens = np.array([len(table) for table in tables])
+    columns = np.arange(lens.max())
+    joined = np.full((len(tables), len(columns)), PADDING_READ_CHUNK, dtype=np.int32)
+    joined[columns < lens[:, None]] = np.frombuffer(b"".join(tables), dtype=np.int32)
+    return joined
+
+
 def _prompt_parts(
     items: list[ScheduledRequest], first_tokens: npt.NDArray[np.int64]
 ) -> tuple[list[PromptPart], list[npt.NDArray[np.int64]]]:
@@ -181,11 +187,17 @@ def _prompt_parts(
     return parts, tokens
 
 
-def _step_tokens(item: ScheduledRequest) -> npt.NDArray[np.int64]:
-    """Give a request's query tokens; for one that is not known yet a token that every model has."""
-    start, num_own = item.num_computed_before, item.num_tokens - len(item.drafts)
-    own = item.request.token_ids[start : start + num_own]
-    return np.array([*own, *[0] * (num_own - len(own)), *item.drafts], dtype=np.int64)
+def _step_tokens(items: list[ScheduledRequest]) -> npt.NDArray[np.int64]:
+    """Give the query tokens of all items; for one that is not known yet a token that every model has."""
+    tokens: list[int] = []
+    for request, num_tokens, start, _, _, drafts in items:
+        num_own = num_tokens - len(drafts)
+        own = request.token_ids[start : start + num_own]
+        tokens += own
+        if len(own) < num_own:
+            tokens += [0] * (num_own - len(own))
+        tokens += drafts
+    return np.array(tokens, dtype=np.int64)
 
 
 def _ragged_positions(starts: npt.NDArray[np.int64], lens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

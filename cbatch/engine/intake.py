@@ -56,7 +56,7 @@ class Intake:
                 created_at=now,
                 stopping=self._stopping(params),
                 token_ids=list(prompt.token_ids),
-                tables=[[] for _ in self._cache.allocators],
+                tables=self._cache.make_tables(),
                 sample=sample,
                 history=_history(prompt),
                 logprobs=_record(params, sample),

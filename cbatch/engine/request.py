@@ -82,6 +82,10 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
+# What every step asks of every request: until Python 3.12 a member looked up in its class costs more than a call.
+PENDING, PREFILLING, DECODING, FINISHED = RequestStatus
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A prompt on its way through the engine. Written by the scheduler; its tables by the cache manager."""
@@ -91,7 +95,7 @@ class Request:
     created_at: float  # monotonic seconds, like all times here
     stopping: StopCondition
     token_ids: list[int]  # prompt and generated
-    tables: list[list[int]]  # one block table per allocator
+    tables: list[array[int]]  # one block table per allocator
     sample: int = 0  # which of its prompt's samples it is
     history: TokenHistory | None = None  # where penalties need it; written by the sampler
     logprobs: LogprobRecord | None = None  # where they are asked for; written by the model runner

@@ -71,9 +71,11 @@ class SamplingBatch:
 
 
 def _takes_likeliest(token: NextToken) -> bool:
-    request, params = token.request, token.request.prompt.sampling
-    is_edited = request.history is not None or request.constraint is not None or params.logit_bias
-    return params.temperature == 0 and not is_edited and not token.must_go_on
+    request = token.request
+    params = request.prompt.sampling
+    if params.temperature or params.logit_bias or request.history is not None or request.constraint is not None:
+        return False
+    return not (params.min_tokens and token.must_go_on)
 
 
 def uniform_numbers(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:

@@ -16,7 +16,7 @@ from cbatch.engine.cache.manager import Admission, CacheManager
 from cbatch.engine.drafting import add_drafts
 from cbatch.engine.offload import OffloadManager
 from cbatch.engine.prefix_groups import PrefixGroupQueue
-from cbatch.engine.request import Request, RequestStatus
+from cbatch.engine.request import DECODING, FINISHED, PENDING, PREFILLING, Request
 from cbatch.engine.speculation import Results
 from cbatch.engine.step import FinishedRequest, ScheduledRequest, StepLimits, StepPlan
 from cbatch.engine.stopping import Stop
@@ -109,7 +109,7 @@ class Scheduler:
         # Where a batch stands, only the starved move: those in it keep their cache.
         while starved and self._move_out_newest(set(starved if plan.items else self.active), plan):
             rest = starved if plan.items else self.order_active()
-            starved = self._schedule_requests([r for r in rest if r.status is not RequestStatus.PENDING], plan)
+            starved = self._schedule_requests([r for r in rest if r.status is not PENDING], plan)
         if not plan.items and not starved:
             self._admit_waiting(plan)
         for item in plan.items:
@@ -150,30 +150,31 @@ class Scheduler:
         finished: list[FinishedRequest] = []
         self.num_in_flight -= 1
         left = iter(results)
-        for item in plan.items:
-            request = item.request
+        for request, num_tokens, num_before, _, num_results, drafts in plan.items:
             request.num_in_flight -= 1
-            if not item.num_results:
-                self._book_computed(item, item.num_tokens)
-                request.status = RequestStatus.PREFILLING
+            if not num_results:
+                self._book_computed(request, num_before, num_before + num_tokens)
+                request.status = PREFILLING
                 continue
             of_item = next(left)
             request.num_pending -= 1
-            if request.status is RequestStatus.FINISHED:
+            if request.status is FINISHED:
                 continue
             outcome, num_taken = self._take(request, of_item, now)
-            # Each token but the last was a draft, and has its KV: what is behind them is overwritten by what comes.
-            num_accepted = num_taken - 1
-            request.num_computed_tokens += num_accepted
-            self._book_computed(item, item.num_tokens - len(item.drafts) + num_accepted)
+            reached = num_before + num_tokens
+            if drafts:
+                # Each token but the last was one, and has its KV: what is behind them is overwritten by what comes.
+                request.num_computed_tokens += num_taken - 1
+                reached += num_taken - 1 - len(drafts)
+            self._book_computed(request, num_before, reached)
             if outcome is None:
-                request.status = RequestStatus.DECODING
+                request.status = DECODING
             else:
                 self.cache.release(request, keep_content=not isinstance(outcome, RowError))
-                request.status = RequestStatus.FINISHED
+                request.status = FINISHED
                 finished.append(FinishedRequest(request, outcome))
         if finished:
-            self.active = [r for r in self.active if r.status is not RequestStatus.FINISHED]
+            self.active = [r for r in self.active if r.status is not FINISHED]
         return finished
 
     # Scheduling
@@ -185,7 +186,8 @@ class Scheduler:
             share = self._share_within_limits(request, plan)
             if share is None:
                 continue
-            if self.cache.extend(request, share.num_computed_before + share.num_tokens):
+            num_tokens = share.num_computed_before + share.num_tokens
+            if num_tokens <= request.num_slots or self.cache.extend(request, num_tokens):
                 self._put(plan, share)
             else:
                 starved.append(request)
@@ -193,12 +195,15 @@ class Scheduler:
 
     def _admit_waiting(self, plan: StepPlan) -> None:
         """Let waiting requests join in order, past those whose prefix another one is computing right now."""
-        reserved = self._blocks_promised()
-        deferred: list[Request] = []
         # Who ends with the results of a step in flight has a place in no other one.
         num_ending = sum(request.is_ending for request in self.active) if self.num_in_flight else 0
+        most_active = self.limits.max_requests_per_batch + num_ending
+        if len(self.active) >= most_active:
+            return
+        reserved = self._blocks_promised()
+        deferred: list[Request] = []
         while self.waiting and self._has_budget(plan) and len(deferred) < self.limits.max_requests_per_batch:
-            if len(self.active) - num_ending >= self.limits.max_requests_per_batch or not self.may_join(plan):
+            if len(self.active) >= most_active or not self.may_join(plan):
                 break
             if self.active and 1.0 - self.cache.usage < self._safety_margin:
                 break
@@ -274,10 +279,10 @@ class Scheduler:
         return ScheduledRequest(request, num_tokens, before, num_pages, num_results)
 
     def _put(self, plan: StepPlan, share: ScheduledRequest) -> None:
-        request, num_tokens, num_pages = share.request, share.num_tokens, share.num_pages_read
+        request, num_tokens, _, num_pages, _, _ = share
         plan.items.append(share)
         plan.num_tokens += num_tokens
-        if request.status is RequestStatus.DECODING or request.num_pending:
+        if request.status is DECODING or request.num_pending:
             plan.num_decode_tokens += num_tokens
         plan.num_logits += num_tokens if request.logprobs is not None and request.scores_prompt else 1
         plan.num_pages_read += num_pages
@@ -302,34 +307,35 @@ class Scheduler:
 
     def _book_admitted(self, request: Request) -> None:
         self.active.append(request)
-        request.status = RequestStatus.PREFILLING
+        request.status = PREFILLING
         # After a soft reset the cache can hold more of a prompt than the request had come to compute itself.
         request.cached_tokens += max(0, request.num_computed_tokens - request.num_ever_computed)
         request.num_ever_computed = max(request.num_ever_computed, request.num_computed_tokens)
 
-    def _book_computed(self, item: ScheduledRequest, num_tokens: int) -> None:
-        """Count `num_tokens` of an item as computed; the drafts among them are the request's own tokens by now."""
-        request, before = item.request, item.num_computed_before
-        reached = before + num_tokens
-        num_new = reached - request.num_ever_computed
-        if num_new > 0:
-            request.computed_tokens += num_new
+    def _book_computed(self, request: Request, num_before: int, reached: int) -> None:
+        """Count the tokens of a step as computed; the drafts among them are the request's own tokens by now."""
+        known = request.num_ever_computed
+        if reached > known:
+            request.computed_tokens += reached - known
             request.num_ever_computed = reached
-        if num_new < num_tokens:
-            request.recomputed_tokens += num_tokens - max(0, num_new)
-        self.cache.commit(request, before, reached)
+        if known > num_before:
+            request.recomputed_tokens += min(known, reached) - num_before
+        self.cache.commit(request, num_before, reached)
 
     def _take(self, request: Request, results: Results, now: float) -> tuple[Stop | RowError | None, int]:
         """Give a request its tokens; return what ends it, if anything does, and how many of the results it took."""
-        for count, result in enumerate(results, start=1):
+        num_taken = 0
+        for result in results:
+            num_taken += 1
             outcome = result if isinstance(result, RowError) else self._append_token(request, result, now)
             if outcome is not None:
-                return outcome, count
-        return None, len(results)
+                return outcome, num_taken
+        return None, num_taken
 
     def _append_token(self, request: Request, token_id: int, now: float) -> Stop | None:
         if request.max_tokens == 0:  # its prompt was to be scored, and no more
             return Stop("length")
         request.token_ids.append(token_id)
         request.token_times.append(now)
-        return request.stopping.check(token_id, request.num_generated, request.max_tokens)
+        num_generated = len(request.token_ids) - len(request.prompt.token_ids)
+        return request.stopping.check(token_id, num_generated, request.max_tokens)

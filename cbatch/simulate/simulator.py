@@ -85,7 +85,7 @@ class Simulator:
                 created_at=work.arrival_s if work.arrival_s > 0 else self._now,
                 stopping=_LENGTH_ONLY,
                 token_ids=token_ids.copy(),
-                tables=[[] for _ in self._cache.allocators],
+                tables=self._cache.make_tables(),
             )
         )
 

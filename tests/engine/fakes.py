@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cbatch.config import SamplingParams
-from cbatch.engine.cache.allocator import CacheAllocator, ReadWindow
+from cbatch.engine.cache.allocator import CacheAllocator, ReadWindow, make_table
 from cbatch.engine.cache.full import FullAttentionCacheAllocator
 from cbatch.engine.cache.manager import CacheManager
 from cbatch.engine.cache.pool import NUM_RESERVED_CHUNKS, CachePool
@@ -57,7 +57,7 @@ def make_request(
         created_at=created_at,
         stopping=StopCondition(frozenset({EOS}) if eos else frozenset(), strings=None),
         token_ids=list(token_ids),
-        tables=[[] for _ in range(num_types)],
+        tables=[make_table() for _ in range(num_types)],
     )
 
 

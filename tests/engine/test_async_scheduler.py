@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from cbatch.engine.cache.allocator import make_table
 from cbatch.engine.cache.build import group_layers
 from cbatch.engine.history import TokenHistory
 from cbatch.engine.modes import CHUNKED, MODES
@@ -258,7 +259,7 @@ def test_hybrid_caches_and_every_policy(policy: str) -> None:
         case, rng = Case(seed), random.Random(seed)
         windows = [rng.choice([None, 3, 3, 8]) for _ in range(rng.randrange(1, 5))]
         for request in case.requests:
-            request.tables = [[] for _ in group_layers(windows, MAX_MODEL_LEN)]
+            request.tables = [make_table() for _ in group_layers(windows, MAX_MODEL_LEN)]
         longest = max(r.num_prompt_tokens + r.max_tokens - 1 for r in case.requests)
         cache = next(c for n in itertools.count(1) if (c := hybrid(case, windows, n)).max_tokens_ever >= longest)
         all_pages = cache.pool.num_usable * cache.pool.pages_per_chunk

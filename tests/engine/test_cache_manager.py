@@ -48,7 +48,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Without effect where it is refused; `join` goes on where it is not."""
         free, initialized = self.num_free(), self.allocator.num_initialized_blocks
         if request not in self.requests and self.cache.admit(request, [reserved]) is not Admission.JOINED:
-            assert request.tables == [[]]
+            assert request.tables == self.cache.make_tables()
             assert (self.num_free(), self.allocator.num_initialized_blocks) == (free, initialized)
         elif request not in self.requests:
             self.cache.release(request)
@@ -81,7 +81,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         before = request.num_computed_tokens
         num_tokens = min(num_tokens, request.num_uncomputed)
-        table, free = list(request.tables[0]), self.num_free()
+        table, free = request.tables[0][:], self.num_free()
         if not self.cache.extend(request, before + num_tokens):
             assert request.tables == [table]
             assert -(-(before + num_tokens) // self.page_size) - len(table) > free
@@ -109,7 +109,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.release(request, keep_content=not failed)
         self.requests.remove(request)
         request.num_computed_tokens = 0
-        assert request.tables == [[]]
+        assert request.tables == self.cache.make_tables()
         if failed:
             assert not any(self.allocator.index.holds(block) for block in blocks)
 
@@ -166,7 +166,7 @@ def test_max_tokens_ever_is_the_most_that_a_request_alone_can_hold(
     most = cache.max_tokens_ever
     for num_tokens, fits in ((most, True), (most + 1, False)):
         request = make_request(num_tokens, [0] * num_tokens, 1)
-        request.tables = [[] for _ in layer_counts]
+        request.tables = cache.make_tables()
         nothing = [0] * len(layer_counts)
         assert (cache.admit(request, nothing) is Admission.JOINED) == fits
         assert cache.extend(request, num_tokens) == fits
@@ -179,7 +179,7 @@ def test_sharing_is_off_where_not_every_attention_type_can_share() -> None:
     cache = CacheManager(pool, list(allocators), allow_block_sharing=True)
     for request_id in range(2):
         request = make_request(request_id, range(9), 1)
-        request.tables = [[], []]
+        request.tables = cache.make_tables()
         assert cache.admit(request, [0, 0]) is Admission.JOINED
         assert request.num_computed_tokens == 0
         assert cache.extend(request, 9)

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from cbatch.engine.cache.allocator import make_table
 from cbatch.engine.cache.full import FullAttentionCacheAllocator
 from cbatch.engine.cache.manager import CacheManager
 from cbatch.engine.cache.pool import NUM_RESERVED_CHUNKS, CachePool
@@ -31,10 +32,10 @@ def test_allocators_with_different_layer_counts_never_overlap_on_one_pool(blocks
             cache.release(requests.pop(rng.randrange(len(requests))), keep_content=rng.random() < 0.5)
         else:
             request = make_request(request_id, [0], 1)
-            request.tables = [[], [], []]
+            request.tables = [make_table() for _ in range(3)]
             requests.append(request)
         request = rng.choice(requests) if requests else make_request(request_id, [0], 1)
-        before = [list(table) for table in request.tables]
+        before = [table[:] for table in request.tables]
         num_tokens = rng.randrange(1, 60)
         if request in requests and not cache.extend(request, num_tokens):
             refused += 1
@@ -50,7 +51,7 @@ def test_allocators_with_different_layer_counts_never_overlap_on_one_pool(blocks
 
 def test_a_table_grows_block_by_block() -> None:
     allocator = make_allocator(3)
-    table: list[int] = []
+    table = make_table()
     for num_tokens, num_blocks in ((1, 1), (4, 1), (5, 2), (8, 2), (9, 3)):
         allocator.extend(table, num_tokens)
         assert len(table) == num_blocks
@@ -60,14 +61,14 @@ def test_a_table_grows_block_by_block() -> None:
 
 def test_freed_blocks_are_demoted_newest_first_and_only_when_nothing_else_is_left() -> None:
     allocator = make_allocator(4)
-    table: list[int] = []
+    table = make_table()
     allocator.extend(table, 12)
     parent, child, grandchild = table
     digests = [bytes([i]) * 16 for i in range(3)]
     for digest, block in zip(digests, table, strict=True):
         allocator.index.register(digest, block)
     allocator.release(table, keep_content=True)
-    assert table == []
+    assert table == make_table()
     assert (allocator.num_free_blocks, allocator.num_initialized_blocks) == (3, 3)
 
     other: list[int] = []
@@ -99,7 +100,7 @@ def test_a_shared_block_outlives_its_first_owner() -> None:
 def test_an_empty_chunk_goes_back_to_the_pool(blocks_per_chunk: int) -> None:
     pool = CachePool(4 + NUM_RESERVED_CHUNKS, pages_per_chunk=blocks_per_chunk)
     allocator = FullAttentionCacheAllocator(pool, (0,), page_size=1)
-    table: list[int] = []
+    table = make_table()
     assert allocator.num_missing_chunks(blocks_per_chunk + 1) == 2
     allocator.extend(table, blocks_per_chunk + 1)
     assert pool.num_free == 2

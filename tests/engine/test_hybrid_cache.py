@@ -95,7 +95,7 @@ class HybridMachine(RuleBasedStateMachine):
         if request in self.requests:
             self.cache.release(request, keep_content=keep_content)
             self.requests.remove(request)
-            assert request.tables == [[] for _ in self.cache.allocators]
+            assert request.tables == self.cache.make_tables()
 
     def state(self) -> object:
         free = [allocator.num_free_blocks for allocator in self.cache.allocators]

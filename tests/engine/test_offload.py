@@ -92,7 +92,7 @@ def test_those_in_the_batch_keep_their_cache_however_new_they_are() -> None:
     with_prompts(harness, 4, 4, 4, 3)
     harness.step()
     newest = harness.scheduler.active[-1]
-    table = list(newest.tables[0])
+    table = newest.tables[0][:]
     plan = harness.step()
     # Two move, for the block that the first needs is free only when the third is out, and the second's when it is.
     assert ran(plan) == [3, 0]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from cbatch.engine.cache.allocator import make_table
 from cbatch.engine.cache.build import build_cache, group_layers
 from cbatch.engine.cache.manager import CacheManager
 from cbatch.engine.request import Request
@@ -332,7 +333,7 @@ def test_hybrid_caches_give_every_request_the_models_tokens(seeds: range) -> Non
         rng = random.Random(seed)
         windows = [rng.choice([None, 3, 3, 8]) for _ in range(rng.randrange(1, 5))]
         for request in case.requests:
-            request.tables = [[] for _ in group_layers(windows, MAX_MODEL_LEN)]
+            request.tables = [make_table() for _ in group_layers(windows, MAX_MODEL_LEN)]
         longest = max(r.num_prompt_tokens + r.max_tokens - 1 for r in case.requests)
         cache = next(c for n in itertools.count(1) if (c := hybrid(case, windows, n)).max_tokens_ever >= longest)
         all_pages = cache.pool.num_usable * cache.pool.pages_per_chunk

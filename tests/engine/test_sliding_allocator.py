@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.engine.cache.allocator import BlockTable
+from cbatch.engine.cache.allocator import BlockTable, make_table
 from cbatch.engine.cache.pool import NUM_RESERVED_CHUNKS, CachePool
 from cbatch.engine.cache.sliding import SlidingAttentionCacheAllocator
 
@@ -22,7 +22,7 @@ class Ring:
         self.allocator = SlidingAttentionCacheAllocator(
             self.pool, (0,), page_size, window=window, max_batch_tokens=max_batch_tokens
         )
-        self.table: BlockTable = []
+        self.table: BlockTable = make_table()
         self.held: dict[tuple[int, int], int] = {}  # (block, offset) → position
         self.num_computed = 0
 
@@ -104,7 +104,7 @@ def test_a_long_request_takes_a_fixed_number_of_blocks_and_gives_them_back() -> 
     assert ring.allocator.num_missing_blocks(ring.table, 10**9) == 0
     assert ring.allocator.num_wasted_slots(ring.table, 500) == 0
     ring.allocator.release(ring.table, keep_content=True)
-    assert ring.table == []
+    assert ring.table == make_table()
     assert ring.allocator.num_owned_blocks == ring.allocator.num_free_blocks == 0
     assert ring.pool.num_free == ring.pool.num_usable
 

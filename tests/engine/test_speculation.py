@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from cbatch.engine.cache.allocator import make_table
 from cbatch.engine.cache.build import group_layers
 from cbatch.engine.speculation import LEAST_MATCH, MAX_CANDIDATES, MAX_DRAFTS, MAX_READ, PromptLookup, accept
 from cbatch.engine.step import StepLimits, StepPlan
@@ -262,7 +263,7 @@ def test_windows_keep_what_is_needed_behind_drafts_that_were_wrong() -> None:
         rng = random.Random(seed)
         windows = [rng.choice([None, 1, 3, 8]) for _ in range(rng.randrange(1, 5))]
         for request in case.requests:
-            request.tables = [[] for _ in group_layers(windows, MAX_MODEL_LEN)]
+            request.tables = [make_table() for _ in group_layers(windows, MAX_MODEL_LEN)]
         case.limits = StepLimits(rng.choice([2, 5, 40]), 8, 0, max_tokens_with_drafts=rng.choice([4, 8, 64]))
         longest = max(r.num_prompt_tokens + r.max_tokens - 1 for r in case.requests)
         cache = next(c for n in itertools.count(1) if (c := hybrid(case, windows, n)).max_tokens_ever >= longest)

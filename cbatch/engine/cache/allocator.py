@@ -6,10 +6,18 @@ batch builder where a step reads and writes; whether blocks can be shared is its
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-BlockTable = list[int]  # logical block → block id (page index of the block's first layer)
+# Logical block → block id (page index of the block's first layer). An array: a step takes its bytes as they are.
+BlockTable: TypeAlias = "array[int]"
+
+
+def make_table(blocks: Iterable[int] = ()) -> BlockTable:
+    """Make a block table; int32, as kernels read it."""
+    return array("i", blocks)
 
 
 @dataclass(frozen=True, slots=True)

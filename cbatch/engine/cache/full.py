@@ -88,13 +88,14 @@ class FullAttentionCacheAllocator:
                 self._initialized[block] = None
             else:
                 self._uninitialized.put(block)
-        table.clear()
+        del table[:]
 
     def num_blocks_read(self, num_computed: int, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)  # called for every request of every step
 
     def read_window(self, table: BlockTable, num_computed: int, num_tokens: int) -> ReadWindow:
-        return ReadWindow(blocks=table[: self.num_blocks_read(num_computed, num_tokens)], start=0)
+        num_blocks = ceil_div(num_tokens, self.page_size)
+        return ReadWindow(table if len(table) == num_blocks else table[:num_blocks], 0)
 
     def num_wasted_slots(self, table: BlockTable, num_computed: int) -> int:
         # Shared blocks are full, so the empty slots of two tables are never the same ones.

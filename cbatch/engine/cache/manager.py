@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from cbatch.engine.cache.allocator import CacheAllocator
+from cbatch.engine.cache.allocator import BlockTable, CacheAllocator, make_table
 from cbatch.engine.cache.full import FullAttentionCacheAllocator
 from cbatch.engine.cache.pool import CachePool
 from cbatch.engine.cache.prefix import extend_block_hashes
@@ -49,6 +49,10 @@ class CacheManager:
         self._page_readers = [(allocator.num_blocks_read, len(allocator.layers)) for allocator in allocators]
         self._in_flight: dict[bytes, Request] = {}  # hash of a block being computed → who computes it
         self.max_tokens_ever = _max_tokens_alone(pool, allocators)  # of the longest request that fits, alone
+
+    def make_tables(self) -> list[BlockTable]:
+        """Make the block tables of a request that owns nothing yet."""
+        return [make_table() for _ in self.allocators]
 
     # Room
 
@@ -163,7 +167,7 @@ class CacheManager:
         return [
             block + layer * self.pool.num_chunks
             for allocator, table in zip(self.allocators, request.tables, strict=True)
-            for block in table[: allocator.num_missing_blocks([], request.num_computed_tokens)]
+            for block in table[: allocator.num_missing_blocks(make_table(), request.num_computed_tokens)]
             for layer in range(len(allocator.layers))
         ]
 
@@ -214,7 +218,7 @@ def _max_tokens_alone(pool: CachePool, allocators: Sequence[CacheAllocator]) -> 
     """Count the tokens that fit where a single request has the whole cache."""
 
     def num_chunks(num_tokens: int) -> int:
-        blocks = (a.num_missing_blocks([], num_tokens) for a in allocators)
+        blocks = (a.num_missing_blocks(make_table(), num_tokens) for a in allocators)
         return sum(ceil_div(n, pool.pages_per_chunk // len(a.layers)) for a, n in zip(allocators, blocks, strict=True))
 
     most = pool.num_usable * pool.pages_per_chunk * max(a.page_size for a in allocators)

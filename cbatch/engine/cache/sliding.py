@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from cbatch.engine.cache.allocator import BlockTable, ReadWindow
+from cbatch.engine.cache.allocator import BlockTable, ReadWindow, make_table
 from cbatch.engine.cache.pool import CachePool
 from cbatch.engine.cache.store import BlockStore
 from cbatch.units import ceil_div
@@ -57,7 +57,7 @@ class SlidingAttentionCacheAllocator:
         for block in table:
             self._store.put(block)
         self._num_owned -= len(table)
-        table.clear()
+        del table[:]
 
     def num_blocks_read(self, num_computed: int, num_tokens: int) -> int:
         return len(self._logical_blocks(num_computed, num_tokens))
@@ -65,7 +65,8 @@ class SlidingAttentionCacheAllocator:
     def read_window(self, table: BlockTable, num_computed: int, num_tokens: int) -> ReadWindow:
         blocks = self._logical_blocks(num_computed, num_tokens)
         assert len(blocks) <= self._ring_size, "a step may not outrun the ring"
-        return ReadWindow([table[block % self._ring_size] for block in blocks], start=blocks.start * self.page_size)
+        window = make_table(table[block % self._ring_size] for block in blocks)
+        return ReadWindow(window, start=blocks.start * self.page_size)
 
     def num_wasted_slots(self, table: BlockTable, num_computed: int) -> int:
         return max(0, len(table) * self.page_size - num_computed)
