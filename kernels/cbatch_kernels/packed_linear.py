@@ -18,11 +18,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from cbatch_kernels.linear import Activation
 
-PANELS_AT_ONCE = 64  # that packing copies
 ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}  # as in the source
 
 
@@ -64,7 +62,7 @@ def takes_activation(activation: Activation) -> bool:
 
 def pack_weight(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> PackedWeight:
     """Copy a weight float32 [out_features, in_features] into panels."""
-    return PackedWeight(_pack(library, weight), None if bias is None else bias.detach().contiguous(), len(weight))
+    return PackedWeight(_pack(library, [weight]), None if bias is None else bias.detach().contiguous(), len(weight))
 
 
 def pack_gated(
@@ -75,27 +73,27 @@ def pack_gated(
 ) -> PackedWeight:
     """Copy the weights of a gated pair, each float32 [width, in_features], into panels."""
     assert takes_activation(activation)
-    panels = [_pack(library, weight) for weight, _ in (gate, up)]
-    if panels[0].dtype != panels[1].dtype:
-        panels = [part.float() for part in panels]
     biases = [bias for _, bias in (gate, up) if bias is not None]
     assert len(biases) in (0, 2)
     joined = torch.cat(biases).detach() if biases else None
-    return PackedWeight(torch.cat(panels), joined, len(gate[0]), activation, is_gated=True)
+    return PackedWeight(_pack(library, [gate[0], up[0]]), joined, len(gate[0]), activation, is_gated=True)
 
 
-def _pack(library: ctypes.CDLL, weight: Tensor) -> Tensor:
-    """Copy some panels at a time: a copy of a large vocabulary's whole head would need its memory again."""
-    assert weight.dtype == torch.float32
+def _pack(library: ctypes.CDLL, weights: list[Tensor]) -> Tensor:
+    """Copy weights of one shape into panels, those of one after those of the other."""
+    assert all(weight.dtype == torch.float32 for weight in weights)
+    copied = [weight.detach().contiguous() for weight in weights]
+    pointers = [ctypes.c_void_p(weight.data_ptr()) for weight in copied]
+    is_narrow = all(library.cbatch_is_bfloat16(pointer, ctypes.c_int64(copied[0].numel())) for pointer in pointers)
+    out_features, in_features = copied[0].shape
     panel = int(library.cbatch_linear_panel())
-    parts = torch.split(weight.detach(), PANELS_AT_ONCE * panel)
-    is_narrow = all(torch.equal(part.to(torch.bfloat16).float(), part) for part in parts)
-    shape = (-(-len(weight) // panel), weight.shape[1], panel)
+    shape = (len(weights), -(-out_features // panel), in_features, panel)
     panels = torch.empty(shape, dtype=torch.bfloat16 if is_narrow else torch.float32)
-    for part, packed in zip(parts, torch.split(panels, PANELS_AT_ONCE), strict=True):
-        padded = functional.pad(part, (0, 0, 0, -len(part) % panel))
-        packed.copy_(padded.view(-1, panel, shape[1]).transpose(1, 2))
-    return panels
+    sizes = [ctypes.c_int64(out_features), ctypes.c_int64(in_features)]
+    options = [ctypes.c_int64(is_narrow), ctypes.c_int64(torch.get_num_threads())]
+    for pointer, of_weight in zip(pointers, panels, strict=True):
+        library.cbatch_linear_pack(pointer, *sizes, ctypes.c_void_p(of_weight.data_ptr()), *options)
+    return panels.flatten(0, 1)
 
 
 def unpack(layer: PackedWeight) -> list[tuple[Tensor, Tensor | None]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cbatch_kernels.compile import load_kernels
 from cbatch_kernels.linear import Activation
-from cbatch_kernels.packed_linear import linear_packed, pack_gated, pack_weight, takes_activation, takes_packed
+from cbatch_kernels.packed_linear import linear_packed, pack_gated, pack_weight, takes_activation, takes_packed, unpack
 from torch import Tensor
 from torch.nn import functional
 
@@ -86,6 +86,22 @@ def test_a_pair_of_which_one_is_exact_in_bfloat16_is_kept_in_float32(library: ct
     x = draw(3, 5, seed=2)
     expected = functional.silu(x.double() @ narrow.double().T) * (x.double() @ wide.double().T)
     assert_close(linear_packed(library, x, layer), expected)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SIZES)
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_packing_keeps_every_number_to_the_bit(
+    library: ctypes.CDLL, inputs: int, outputs: int, is_narrow: bool
+) -> None:
+    odd = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, -1e-45, 3e38])
+    weight = draw(outputs, inputs)
+    weight.view(-1)[: len(odd)] = odd[: weight.numel()]
+    weight = as_bfloat16(weight) if is_narrow else weight
+    for given in (weight, weight.T.contiguous().T):
+        layer = pack_gated(library, (given, None), (-given, None), "silu")
+        assert layer.panels.dtype == (torch.bfloat16 if is_narrow or (inputs, outputs) == (1, 1) else torch.float32)
+        for found, expected in zip(unpack(layer), (weight, -weight), strict=True):
+            assert torch.equal(found[0].view(torch.int32), expected.view(torch.int32))
 
 
 def test_a_row_gets_the_same_bits_in_any_batch(library: ctypes.CDLL) -> None:

@@ -19,6 +19,7 @@ constexpr int PANEL = 2 * WIDTH;
 constexpr int TILE_ROWS = NUM_REGISTERS == 32 ? 12 : 6;  // so that its sums and what they are made of fill the registers
 constexpr int64_t BLOCK_ROWS = 8 * TILE_ROWS;            // whose inputs stay in the cache while panels go by
 constexpr long PANELS_PER_TASK = 4;
+constexpr int64_t LINE = 16;  // floats
 
 struct Tile {
     Floats sums[TILE_ROWS][2];
@@ -110,9 +111,47 @@ void run(const LinearArguments &a) {
     });
 }
 
+inline void narrow(float x, float *to) { *to = x; }
+
+inline void narrow(float x, BFloat16 *to) {  // which holds it exactly
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    to->bits = static_cast<uint16_t>(bits >> 16);
+}
+
+// Copy a weight [out_features, in_features] into panels, the last one filled up with zeros.
+template <class Weight>
+void pack(const float *weight, int64_t out_features, int64_t in_features, Weight *panels, int64_t num_threads) {
+    int64_t num_panels = (out_features + PANEL - 1) / PANEL;
+    parallel_for(num_panels, PANELS_PER_TASK, num_threads, [&](long panel) {
+        int64_t first = panel * PANEL, count = first + PANEL < out_features ? PANEL : out_features - first;
+        const float *from = weight + first * in_features;
+        Weight *to = panels + first * in_features;
+        for (int64_t start = 0; start < in_features; start += LINE)  // lines of all rows, while they are in the cache
+            for (int64_t i = 0; i < PANEL; i++)
+                for (int64_t k = start, end = start + LINE < in_features ? start + LINE : in_features; k < end; k++)
+                    narrow(i < count ? from[i * in_features + k] : 0.0f, to + k * PANEL + i);
+    });
+}
+
 }  // namespace
 
 CBATCH_API int64_t cbatch_linear_panel() { return PANEL; }
+
+// Whether bfloat16 holds numbers exactly: their lower halves are zero.
+CBATCH_API int64_t cbatch_is_bfloat16(const uint32_t *numbers, int64_t count) {
+    uint32_t lower = 0;
+    for (int64_t i = 0; i < count; i++) lower |= numbers[i] & 0xffff;
+    return lower == 0;
+}
+
+CBATCH_API void cbatch_linear_pack(const float *weight, int64_t out_features, int64_t in_features, void *panels,
+                                   int64_t is_bfloat16, int64_t num_threads) {
+    if (is_bfloat16)
+        pack(weight, out_features, in_features, static_cast<BFloat16 *>(panels), num_threads);
+    else
+        pack(weight, out_features, in_features, static_cast<float *>(panels), num_threads);
+}
 
 void cbatch_linear(const cbatch::LinearArguments *arguments) {
     if (arguments->is_bfloat16)
