@@ -22,10 +22,11 @@ import torch
 from cbatch_kernels import dispatch
 from cbatch_kernels.cache_write import cache_write_ref
 from cbatch_kernels.compile import load_kernels
+from cbatch_kernels.decoder import CompiledDecoder, DecoderLayer, LayerCache, Norm, decoder_ref
 from cbatch_kernels.draw_tokens import DrawRules, draw_tokens_ref
 from cbatch_kernels.linear import linear, linear_ref, pack_linear, refuses_packing
 from cbatch_kernels.metadata import PagedMetadata
-from cbatch_kernels.packed_linear import linear_packed, pack_weight
+from cbatch_kernels.packed_linear import linear_packed, pack_gated, pack_weight
 from cbatch_kernels.paged_attention import paged_attention_ref
 from cbatch_kernels.rms_norm import rms_norm_ref
 from cbatch_kernels.rope_cache_write import rope_cache_write_ref
@@ -255,6 +256,50 @@ def _packed_linear(sizes: Sizes) -> Timed:
     )
 
 
+def _decoder(sizes: Sizes) -> Timed:
+    """One layer as Llama's, eight thirds as wide within, over weights that bfloat16 holds."""
+    kernels = load_kernels(torch.float32)
+    if kernels.library is None or sizes.device != "cpu" or sizes.dtype != "float32":
+        sys.exit(f"there are no compiled layers to time: {kernels.reason}")
+    library, wide = kernels.library, sizes.hidden * 8 // 3
+    shapes = [(sizes.hidden + 2 * sizes.kv_heads * sizes.head_dim, sizes.hidden), (sizes.hidden, sizes.hidden)]
+    shapes += [(wide, sizes.hidden), (wide, sizes.hidden), (sizes.hidden, wide)]
+    weights = [(sizes.draw(*shape) * shape[1] ** -0.5).to(torch.bfloat16).float() for shape in shapes]
+    heads, output, gate, up, down = weights
+    norm = Norm(torch.ones(sizes.hidden), 1e-5)
+    layer = DecoderLayer(
+        input_norm=norm,
+        heads=pack_weight(library, heads, None),
+        output=pack_weight(library, output, None),
+        output_norm=norm,
+        gated=pack_gated(library, (gate, None), (up, None), "silu"),
+        down=pack_weight(library, down, None),
+        num_heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        scaling=sizes.head_dim**-0.5,
+        sliding_window=None,
+        softcap=None,
+        rotates=True,
+        query_norm=None,
+        key_norm=None,
+    )
+    keys, values, tables = _pools(sizes)
+    lens = [np.full(sizes.rows, length, dtype=np.int32) for length in (sizes.query, sizes.context)]
+    slots = torch.randperm(sizes.rows * sizes.context)[: sizes.num_tokens]
+    caches = [LayerCache(keys, values, slots, PagedMetadata.build(*lens, tables))]
+    hidden, angles = sizes.draw(sizes.num_tokens, sizes.hidden), sizes.draw(sizes.num_tokens, sizes.head_dim)
+    cos, sin = angles.cos(), angles.sin()
+    decoder, attention = CompiledDecoder(library, [layer]), _paged_attention(sizes)
+    num_weights = sum(weight.numel() for weight in weights)
+    return Timed(
+        lambda: decoder(hidden.clone(), cos, sin, caches),
+        lambda: decoder_ref([layer], hidden.clone(), cos, sin, caches),
+        2 * num_weights + 2 * hidden.nbytes + attention.num_bytes,
+        2 * sizes.num_tokens * num_weights + attention.num_flops,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """How an op is set up, and the file of its tests."""
@@ -270,6 +315,7 @@ OPS = {
     "rms_norm": Op(_rms_norm, "kernels/test_row_ops.py"),
     "rope_cache_write": Op(_rope_cache_write, "kernels/test_row_ops.py"),
     "linear": Op(_linear, "models/test_patch.py"),
+    "decoder": Op(_decoder, "kernels/test_decoder.py"),
     "packed_linear": Op(_packed_linear, "kernels/test_packed_linear.py"),
 }
 

@@ -28,6 +28,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 SMALL = ["--rows", "2", "--query", "3", "--context", "40", "--heads", "4", "--kv-heads", "2", "--head-dim", "32"]
 SMALL += ["--vocab", "100"]
+DECODER_WEIGHTS = (256 + 128 + 3 * 341) * 128  # heads, output, gate, up and down
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,11 @@ SMALL += ["--vocab", "100"]
         ("rms_norm", 2 * 6 * 128 * 4 / 1e6, 4 * 6 * 128 / 1e6),
         ("rope_cache_write", (2 * 6 * 256 + 2 * 6 * 32) * 4 / 1e6, 3 * 6 * 192 / 1e6),
         ("packed_linear", 2 * 4 * 128 * 128 / 1e6 + 5 * 6 * 128 * 4 / 1e6, 2 * 6 * 4 * 128 * 128 / 1e6),
+        (
+            "decoder",
+            (2 * DECODER_WEIGHTS + 2 * 6 * 128 * 4 + (2 * 3 * 2 * 2 * 16 * 32 + 2 * 6 * 128) * 4) / 1e6,
+            (2 * 6 * DECODER_WEIGHTS + 4 * 2 * (38 + 39 + 40) * 128) / 1e6,
+        ),
         ("linear", (4 * 128 * 128 + 5 * 6 * 128) * 4 / 1e6, 2 * 6 * 4 * 128 * 128 / 1e6),
     ],
 )
