@@ -17,6 +17,7 @@ from typing import Any
 
 from cbatch.config import SamplingParams
 from cbatch.errors import RowError, UsageError
+from cbatch.io import jsonform
 from cbatch.jobs.names import find_meant
 
 INT_MAX = 2**31 - 1
@@ -81,7 +82,7 @@ def parse_token_ids(value: object) -> tuple[int, ...]:
 
 def parse_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     """Take an object of token ids, as JSON spells its keys, and numbers, or its JSON text; null is no number."""
-    table = json.loads(value) if isinstance(value, str) else value
+    table = jsonform.load(value) if isinstance(value, str) else value
     if not isinstance(table, dict):
         raise TypeError
     bias = {
@@ -94,7 +95,7 @@ def parse_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
 
 def parse_json_schema(value: object) -> str:
     """Take a schema, an object or its JSON text; whether it compiles is the engine's to say."""
-    schema = json.loads(value) if isinstance(value, str) else value
+    schema = jsonform.load(value) if isinstance(value, str) else value
     if not isinstance(schema, dict):
         raise TypeError
     text = json.dumps(schema)  # ASCII, its keys in their order, which is the output's
@@ -253,7 +254,7 @@ def from_text(name: str, value: object) -> object:
     if not value or name == "regex" or (name == "stop" and not value.startswith("[")):
         return value or None
     try:
-        return json.loads(value.lower() if value.lower() in ("true", "false") else value)
+        return jsonform.load(value.lower() if value.lower() in ("true", "false") else value)
     except ValueError:
         return value
 
