@@ -143,6 +143,11 @@ def test_temperature_zero_and_top_k_one_are_greedy() -> None:
         make_request(SamplingParams(temperature=1.9, top_p=1e-6, seed=6)),
     ]
     assert sample(logits, batch_of(requests)).tolist() == logits.argmax(-1).tolist()
+    # Of equals it is the first, with top_k 1 as with temperature 0, and beside what is edited, too.
+    equals = torch.zeros(20, VOCAB)
+    one = [make_request(SamplingParams(temperature=1.0, top_k=1, seed=seed)) for seed in range(10)]
+    one += [make_request(SamplingParams(temperature=1.0, top_k=1, seed=seed, min_tokens=9)) for seed in range(10)]
+    assert sample(equals, batch_of(one)).tolist() == [0] * 20
 
 
 def test_the_stream_moves_on_with_the_position_and_differs_by_seed() -> None:
