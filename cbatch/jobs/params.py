@@ -94,10 +94,15 @@ def parse_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
 
 
 def parse_json_schema(value: object) -> str:
-    """Take a schema, an object or its JSON text; whether it compiles is the engine's to say."""
+    """Take a schema, an object or its JSON text; whether it compiles is the engine's to say.
+
+    OpenAI's object around one, as a schema, would allow everything.
+    """
     schema = jsonform.load(value) if isinstance(value, str) else value
     if not isinstance(schema, dict):
         raise TypeError
+    if "name" in schema and isinstance(schema.get("schema"), dict):
+        raise ValueError
     text = json.dumps(schema)  # ASCII, its keys in their order, which is the output's
     text.encode()
     return text
@@ -177,7 +182,7 @@ PARAMS = (
     Param("stop_token_ids", "a token id or a list of token ids", parse_token_ids),
     Param("ignore_eos", "true or false", parse_bool),
     Param("logprobs", f"true, false or a whole number from 0 to {MAX_LOGPROBS}", parse_logprobs),
-    Param("json_schema", "a JSON schema: an object, or its text", parse_json_schema),
+    Param("json_schema", "a JSON schema itself: an object, or its text", parse_json_schema),
     Param("json_object", "true or false", parse_bool),
     Param("regex", "a regular expression", parse_regex),
     Param("choice", "a list of strings, none of them empty", parse_choice),

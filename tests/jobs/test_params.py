@@ -138,6 +138,7 @@ def test_right_values_are_taken_as_they_are_meant(name: str, value: object, pars
         ("prompt_logprobs", 1.5),
         ("json_schema", "{"),
         ("json_schema", "[]"),
+        ("json_schema", {"name": "answer", "strict": True, "schema": {"type": "object"}}),
         ("json_schema", '{"not":' * 5000 + "{}" + "}" * 5000),
         ("json_schema", True),
         ("json_object", "yes"),
