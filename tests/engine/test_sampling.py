@@ -229,6 +229,16 @@ def test_a_repetition_penalty_is_that_of_transformers() -> None:
     assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("penalty", [1e-30, 1e-38, 1e-46])
+def test_the_least_repetition_penalty_repeats_what_was_likely(penalty: float) -> None:
+    logits = torch.full((20, VOCAB), -1.0)
+    logits[:, :6] = torch.tensor([9.0, 1.0, 0.0, 5.0, 20.0, 3.0])  # the first four are the prompt's
+    kinds = [SamplingParams(temperature=float(seed > 9), repetition_penalty=penalty, seed=seed) for seed in range(20)]
+    tokens = sample(logits, batch_of([make_request(params) for params in kinds])).tolist()
+    assert tokens[:10] == [0] * 10
+    assert set(tokens[10:]) <= {0, 1, 3}
+
+
 def test_histories_are_the_same_token_by_token_and_all_at_once() -> None:
     rng = random.Random(2)
     tokens = [rng.randrange(9) for _ in range(40)]
