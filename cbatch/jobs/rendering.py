@@ -154,7 +154,8 @@ def _template_kwargs(columns: Mapping[str, Any]) -> dict[str, Any] | None:
     given = columns.get(TEMPLATE_KWARGS)
     if given is not None and not isinstance(given, dict):
         raise RowError(BAD_PROMPT, f"{TEMPLATE_KWARGS} must be an object: it is {_describe(given)}")
-    kwargs = dict(given or {})
+    # Null says nothing: tables put it where other rows have a value, and templates would take it for false.
+    kwargs = {name: value for name, value in (given or {}).items() if value is not None}
     for name in HOW_IT_ENDS:
         wanted = columns.get(name)
         if wanted is None:

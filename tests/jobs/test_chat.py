@@ -151,6 +151,12 @@ ASKS = (
 )
 
 
+def test_null_among_the_templates_arguments_is_not_given() -> None:
+    template = WRITES_BOS + "{% if mood is defined %}{{ mood }}{% endif %}"
+    nothing = {"mood": None, "add_generation_prompt": None, "continue_final_message": None}
+    assert render({"messages": [USER], "chat_template_kwargs": nothing}, template) == render({"messages": [USER]})
+
+
 @pytest.mark.parametrize("calls", [{}, {"tool_calls": None}, {"tool_calls": []}])
 def test_a_message_without_calls_is_one_whatever_it_says_of_them(calls: dict[str, Any]) -> None:
     assert render({"messages": [USER, ASSISTANT | calls]}, ASKS) == "[user] the sand\n[assistant] Once\n"
