@@ -27,6 +27,7 @@ BAD_TEXT = "bad_text"
 TEMPLATE_ERROR = "template_error"
 UNKNOWN_TOKEN = "unknown_token"
 PROBE = "a"
+MAX_REASON = 300  # characters of what a template says; some errors repeat the whole chat
 CLOCK_CALL = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")  # how templates print the time
 # What a row may set of `apply_chat_template` itself; its other parameters decide how, not what, is rendered.
 TEMPLATE_PARAMETERS = frozenset({"add_generation_prompt", "continue_final_message", "documents"})
@@ -141,6 +142,7 @@ class Tokenizer:
             )
         except Exception as error:  # a template is the model's code, and raises what it likes
             reason = " ".join(str(error).split()) or type(error).__name__
+            reason = reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 3] + "..."
             raise RowError(TEMPLATE_ERROR, f"the chat template refused the messages: {reason}") from error
         assert isinstance(rendered, str)
         return rendered

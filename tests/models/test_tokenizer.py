@@ -118,6 +118,14 @@ def test_a_template_that_raises_is_the_rows_error(template: str | None, messages
     assert said in raised.value.message
 
 
+def test_an_error_that_repeats_the_whole_chat_is_cut() -> None:
+    tokenizer = tiny(chat_template="{{ messages[0].content }}{{ messages[1].content.split('.')[0] }}")
+    messages = [{"role": "user", "content": "long " * 1000}, {"role": "assistant", "content": "One. Two"}]
+    with pytest.raises(RowError, match="does not appear") as raised:
+        tokenizer.encode_chat(messages, chat_template_kwargs={"continue_final_message": True})
+    assert len(raised.value.message) < 400
+
+
 def test_template_arguments_cannot_change_how_it_is_applied() -> None:
     with pytest.raises(RowError, match="cannot set chat_template, tokenize"):
         tiny().encode_chat(USER, chat_template_kwargs={"tokenize": True, "chat_template": "x"})
