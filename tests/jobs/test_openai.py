@@ -125,7 +125,12 @@ def test_where_no_tool_is_to_be_called_the_prompt_names_none() -> None:
 def test_of_tokens_with_one_text_the_likeliest_is_named() -> None:
     entries = [("\ufffd", -0.1), ("a", -1.0), ("\ufffd", -7.0)]
     top = [[{"token": token, "token_id": i, "logprob": logprob} for i, (token, logprob) in enumerate(entries)]]
-    result = {"completion": "x", "finish_reason": "length", "scheduled_at": "2030-01-01T00:00:00Z", "tokens": ["a"]}
+    result: dict[str, Any] = {
+        "completion": "x",
+        "finish_reason": "length",
+        "scheduled_at": "2030-01-01T00:00:00Z",
+        "tokens": ["a"],
+    }
     result |= {"prompt_tokens": 1, "completion_tokens": 1, "cached_tokens": 0, "token_logprobs": [-1.0]}
     head = Head(b"k", b"s", ok=True, attempt=1, session=0)
     line, _ = to_response(Entry(head, text("a", "once"), result | {"top_logprobs": top}))
