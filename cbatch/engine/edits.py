@@ -20,6 +20,8 @@ from cbatch.engine.grammar import Allowed
 from cbatch.engine.request import NextToken
 from cbatch.errors import RowError
 
+MAX_LOGIT = float(np.finfo(np.float32).max)
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
@@ -123,6 +125,8 @@ class LogitEdits:
             repetition = to_device(self.repetition, device)
             values = logits[where]
             values = torch.where(values > 0, values / repetition, values * repetition)
+            # A tiny divisor makes them infinite, and between infinities there is no distance to sample by.
+            values = values.clamp(-MAX_LOGIT, MAX_LOGIT)
             logits[where] = values - to_device(self.penalty, device)
         if len(self.biased.rows):
             where = self.biased.on(device)

@@ -126,7 +126,8 @@ class Grammars:
             elif kind == "regex":
                 grammar = LLMatcher.grammar_from_regex(text)
             else:
-                grammar = LLMatcher.grammar_from_lark(f"start: {text}")
+                # A terminal, which like a regular expression has any number of alternatives; a rule has few.
+                grammar = LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {text}")
         except ValueError as error:
             raise RowError("bad_grammar", f"{kind} does not compile: {error}") from None
         matcher = LLMatcher(self._ready_tokenizer(), grammar, log_level=0)

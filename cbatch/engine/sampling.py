@@ -6,7 +6,7 @@ From a row of logits to its token, in this order, each step only where the reque
     2  logit_bias
     3  min_tokens: what would end the completion is forbidden
     4  structured output: what its grammar does not take is forbidden
-    5  temperature 0: the likeliest token, and nothing more
+    5  temperature 0 or top_k 1: the likeliest token, the first of equals, and nothing more
     6  logits / temperature → probabilities
     7  top_k, then top_p of what that leaves; min_p of all; a token stays that passes all three
     8  one uniform number, inverted through the cumulative distribution
@@ -28,6 +28,7 @@ from cbatch_kernels.draw_tokens import DrawRules
 from cbatch_kernels.upload import to_device
 from torch import Tensor
 
+from cbatch.config import SamplingParams
 from cbatch.engine.edits import LogitEdits
 from cbatch.engine.request import NextToken
 from cbatch.engine.samples import sample_seed
@@ -54,7 +55,7 @@ class SamplingBatch:
         return cls(
             rows=np.array(rows, dtype=np.int64),
             rules=DrawRules(
-                temperature=np.array([p.temperature for p in params], dtype=np.float32),
+                temperature=np.array([_temperature(p) for p in params], dtype=np.float32),
                 top_p=np.array([p.top_p for p in params], dtype=np.float32),
                 top_k=np.array([p.top_k for p in params], dtype=np.int64),
                 min_p=np.array([p.min_p for p in params], dtype=np.float32),
@@ -73,9 +74,14 @@ class SamplingBatch:
 def _takes_likeliest(token: NextToken) -> bool:
     request = token.request
     params = request.prompt.sampling
-    if params.temperature or params.logit_bias or request.history is not None or request.constraint is not None:
+    if _temperature(params) or params.logit_bias or request.history is not None or request.constraint is not None:
         return False
     return not (params.min_tokens and token.must_go_on)
+
+
+def _temperature(params: SamplingParams) -> float:
+    """Of one token there is nothing to draw, though others have its logit, as in bfloat16 they often have."""
+    return 0.0 if params.top_k == 1 else params.temperature
 
 
 def uniform_numbers(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:

@@ -6,7 +6,7 @@ are run; what a body asks for beyond what works is that request's error, never i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -32,13 +32,15 @@ TEXT_URL = "/v1/completions"
 BAD_REQUEST = "invalid_request"
 RESPONSE_FORMAT = "response_format"
 TOP_LOGPROBS = "top_logprobs"  # of a chat, beside "logprobs": true
+TOOL_CHOICE = "tool_choice"
+NO_TOOL = "none"  # no call is wanted: the prompt says nothing of tools
 
 # Fields of a body that say nothing about the completion, or only in other values than these.
 _NO_EFFECT = frozenset({"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 _ONLY: dict[str, tuple[object, ...]] = {
     "stream": (False,),
     "stream_options": (),
-    "tool_choice": ("auto",),
+    TOOL_CHOICE: ("auto", NO_TOOL),
     "parallel_tool_calls": (True,),
     "modalities": (["text"],),
     "echo": (False,),
@@ -86,14 +88,18 @@ class BatchRequests:
                 continue
             ours = _OTHER_NAMES.get(name, name)
             if name not in _ONLY and self._params.meaning_of(ours) is not None:
-                parameters[ours] = value
+                if parameters.setdefault(ours, value) != value:
+                    raise RowError(BAD_REQUEST, f"body gives {ours} two values, under two names: leave one out")
             elif not any(type(value) is type(only) and value == only for only in _ONLY.get(name, ())):
                 raise RowError(BAD_REQUEST, f"body.{name} is not supported by this version")
         if url == CHAT_URL and body.get(TOP_LOGPROBS):
             if body.get("logprobs") is not True:
                 raise RowError(BAD_REQUEST, f"body.{TOP_LOGPROBS} needs logprobs to be true")
             parameters["logprobs"] = body[TOP_LOGPROBS]
-        return parameters | _structure(body.get(RESPONSE_FORMAT))
+        structure = _structure(body.get(RESPONSE_FORMAT))
+        if twice := next((name for name in structure if name in parameters), None):
+            raise RowError(BAD_REQUEST, f"body.{twice} and {RESPONSE_FORMAT} cannot both be followed: leave one out")
+        return parameters | structure
 
 
 def _structure(wanted: object) -> dict[str, Any]:
@@ -116,14 +122,15 @@ def _prompt(body: Mapping[str, Any], url: object) -> dict[str, Any]:
     if url == CHAT_URL:
         if body.get(MESSAGES) is None:
             raise RowError(BAD_REQUEST, f"body has no {MESSAGES}")
-        return {name: body.get(name) for name in _CHAT_FIELDS}
+        fields = {name: body.get(name) for name in _CHAT_FIELDS}
+        return fields | ({TOOLS: None} if body.get(TOOL_CHOICE) == NO_TOOL else {})
     prompt = body.get(PROMPT)
     if prompt is None:
         raise RowError(BAD_REQUEST, f"body has no {PROMPT}")
+    if isinstance(prompt, list) and len(prompt) == 1 and type(prompt[0]) is not int:  # a list of one prompt
+        prompt = prompt[0]
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return {TOKEN_IDS: prompt}
-    if isinstance(prompt, list) and len(prompt) == 1:
-        return {PROMPT: prompt[0]}
     return {PROMPT: prompt}
 
 
@@ -194,5 +201,13 @@ def _text_logprobs(sample: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "tokens": sample["tokens"],
         "token_logprobs": sample["token_logprobs"],
-        TOP_LOGPROBS: top and [{entry["token"]: entry["logprob"] for entry in entries} for entries in top],
+        TOP_LOGPROBS: top and [_by_text(entries) for entries in top],
     }
+
+
+def _by_text(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Name tokens by their texts, best first; of those that share one, parts of characters say, the likeliest."""
+    scores: dict[str, float] = {}
+    for entry in entries:
+        scores.setdefault(entry["token"], entry["logprob"])
+    return scores

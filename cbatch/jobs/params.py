@@ -17,6 +17,7 @@ from typing import Any
 
 from cbatch.config import SamplingParams
 from cbatch.errors import RowError, UsageError
+from cbatch.io import jsonform
 from cbatch.jobs.names import find_meant
 
 INT_MAX = 2**31 - 1
@@ -81,7 +82,7 @@ def parse_token_ids(value: object) -> tuple[int, ...]:
 
 def parse_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     """Take an object of token ids, as JSON spells its keys, and numbers, or its JSON text; null is no number."""
-    table = json.loads(value) if isinstance(value, str) else value
+    table = jsonform.load(value) if isinstance(value, str) else value
     if not isinstance(table, dict):
         raise TypeError
     bias = {
@@ -93,10 +94,15 @@ def parse_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
 
 
 def parse_json_schema(value: object) -> str:
-    """Take a schema, an object or its JSON text; whether it compiles is the engine's to say."""
-    schema = json.loads(value) if isinstance(value, str) else value
+    """Take a schema, an object or its JSON text; whether it compiles is the engine's to say.
+
+    OpenAI's object around one, as a schema, would allow everything.
+    """
+    schema = jsonform.load(value) if isinstance(value, str) else value
     if not isinstance(schema, dict):
         raise TypeError
+    if "name" in schema and isinstance(schema.get("schema"), dict):
+        raise ValueError
     text = json.dumps(schema)  # ASCII, its keys in their order, which is the output's
     text.encode()
     return text
@@ -176,7 +182,7 @@ PARAMS = (
     Param("stop_token_ids", "a token id or a list of token ids", parse_token_ids),
     Param("ignore_eos", "true or false", parse_bool),
     Param("logprobs", f"true, false or a whole number from 0 to {MAX_LOGPROBS}", parse_logprobs),
-    Param("json_schema", "a JSON schema: an object, or its text", parse_json_schema),
+    Param("json_schema", "a JSON schema itself: an object, or its text", parse_json_schema),
     Param("json_object", "true or false", parse_bool),
     Param("regex", "a regular expression", parse_regex),
     Param("choice", "a list of strings, none of them empty", parse_choice),
@@ -253,7 +259,7 @@ def from_text(name: str, value: object) -> object:
     if not value or name == "regex" or (name == "stop" and not value.startswith("[")):
         return value or None
     try:
-        return json.loads(value.lower() if value.lower() in ("true", "false") else value)
+        return jsonform.load(value.lower() if value.lower() in ("true", "false") else value)
     except ValueError:
         return value
 

@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
         """Decode without special tokens and without cleaning up spaces."""
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token by itself."""
+        """Return what one token adds to a text."""
 
 
 @dataclass(frozen=True, slots=True)

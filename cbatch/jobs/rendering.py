@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeGuard
 
 from cbatch.compatibility import Facts, check
 from cbatch.errors import RowError
+from cbatch.io import jsonform
 from cbatch.jobs.template import RowTemplate, list_names
 
 TOKEN_IDS = "prompt_token_ids"
@@ -153,7 +154,8 @@ def _template_kwargs(columns: Mapping[str, Any]) -> dict[str, Any] | None:
     given = columns.get(TEMPLATE_KWARGS)
     if given is not None and not isinstance(given, dict):
         raise RowError(BAD_PROMPT, f"{TEMPLATE_KWARGS} must be an object: it is {_describe(given)}")
-    kwargs = dict(given or {})
+    # Null says nothing: tables put it where other rows have a value, and templates would take it for false.
+    kwargs = {name: value for name, value in (given or {}).items() if value is not None}
     for name in HOW_IT_ENDS:
         wanted = columns.get(name)
         if wanted is None:
@@ -170,7 +172,9 @@ def _template_kwargs(columns: Mapping[str, Any]) -> dict[str, Any] | None:
 def _read_message(message: object, name: str) -> dict[str, Any]:
     """Return a checked message in the form that templates expect.
 
-    Text that came in parts is joined by newlines; a tool call's arguments that came as JSON text are what it says.
+    Text that came in parts is joined by newlines; a tool call's arguments that came as JSON text are what it says. What
+    says nothing (calls that are none, a call's lack of text or of arguments) has one form, since templates differ in
+    what they make of null.
     """
     if not isinstance(message, dict):
         raise RowError(BAD_PROMPT, f"{name} must be an object with role and content: it is {_describe(message)}")
@@ -179,7 +183,11 @@ def _read_message(message: object, name: str) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(message.get("tool_calls"), list):
         message = message | {"tool_calls": [_read_tool_call(call) for call in message["tool_calls"]]}
-    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+    if not message.get("tool_calls"):
+        message = {name: value for name, value in message.items() if name != "tool_calls"}
+    elif content is None:
+        return message | {"content": ""}
+    if isinstance(content, str):
         return message
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise RowError(BAD_PROMPT, f"{name}.content must be a string or a list of parts: it is {_describe(content)}")
@@ -192,12 +200,15 @@ def _read_message(message: object, name: str) -> dict[str, Any]:
 
 def _read_tool_call(call: object) -> object:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(call, dict) or not isinstance(function, dict):
         return call
-    try:
-        return call | {"function": function | {"arguments": json.loads(function["arguments"])}}
-    except ValueError:  # a model's attempt, which the template shows as it is
-        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = jsonform.load(arguments) if arguments.strip() else None
+        except ValueError:  # a model's attempt, which the template shows as it is
+            return call
+    return call | {"function": function | {"arguments": {} if arguments is None else arguments}}
 
 
 def _describe(value: object) -> str:

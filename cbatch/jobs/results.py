@@ -26,7 +26,7 @@ class Decoder(Protocol):
         """Decode without special tokens."""
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token by itself."""
+        """Return what one token adds to a text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ BAD_TEXT = "bad_text"
 TEMPLATE_ERROR = "template_error"
 UNKNOWN_TOKEN = "unknown_token"
 PROBE = "a"
+MAX_REASON = 300  # characters of what a template says; some errors repeat the whole chat
 CLOCK_CALL = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")  # how templates print the time
 # What a row may set of `apply_chat_template` itself; its other parameters decide how, not what, is rendered.
 TEMPLATE_PARAMETERS = frozenset({"add_generation_prompt", "continue_final_message", "documents"})
@@ -55,6 +56,8 @@ class Tokenizer:
         self._bos: int | None = tokenizer.bos_token_id
         self._eos: int | None = tokenizer.eos_token_id
         self._prefix, self._suffix = self._special_tokens_around()
+        self._context = self._encode_plainly([PROBE], False)[0]
+        self._context_text = self.decode(self._context)
         self._made_at = datetime.now()
         self._print_time = lru_cache(_print_time)
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) - TEMPLATE_PARAMETERS
@@ -110,8 +113,9 @@ class Tokenizer:
         return str(fast.to_str()) if isinstance(fast, tokenizers.Tokenizer) else None
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token by itself: a special one's name, "\ufffd" for a part of a character."""
-        return self._special_texts.get(token_id) or self.decode([token_id])
+        """Return what one token adds to a text: a special one's name, "\ufffd" for a part of a character."""
+        # Behind another one: of a text's first word decoders may drop the space.
+        return self._special_texts.get(token_id) or self.decode([*self._context, token_id])[len(self._context_text) :]
 
     def special_token_id(self, text: str) -> int | None:
         """Return the special token that is written so; None where it is none, and decoding would show it."""
@@ -138,6 +142,7 @@ class Tokenizer:
             )
         except Exception as error:  # a template is the model's code, and raises what it likes
             reason = " ".join(str(error).split()) or type(error).__name__
+            reason = reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 3] + "..."
             raise RowError(TEMPLATE_ERROR, f"the chat template refused the messages: {reason}") from error
         assert isinstance(rendered, str)
         return rendered

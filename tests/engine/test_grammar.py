@@ -109,6 +109,13 @@ def test_the_whole_alternatives_of_a_choice_come_up(loaded: LoadedModel) -> None
     assert texts == set(CHOICES)
 
 
+def test_a_choice_may_have_thousands_of_alternatives(loaded: LoadedModel) -> None:
+    labels = tuple(f"label {i}" for i in range(3000))
+    texts = {output.text(loaded.tokenizer.decode) for output in hostile(loaded, {"choice": labels}, 20)}
+    assert texts <= set(labels)
+    assert len(texts) > 10
+
+
 @pytest.mark.parametrize(
     "settings", [{"num_blocks": 12, "page_size": 8}, {"max_batch_tokens": 5}, {"max_requests_per_batch": 1}]
 )

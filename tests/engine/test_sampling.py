@@ -143,6 +143,11 @@ def test_temperature_zero_and_top_k_one_are_greedy() -> None:
         make_request(SamplingParams(temperature=1.9, top_p=1e-6, seed=6)),
     ]
     assert sample(logits, batch_of(requests)).tolist() == logits.argmax(-1).tolist()
+    # Of equals it is the first, with top_k 1 as with temperature 0, and beside what is edited, too.
+    equals = torch.zeros(20, VOCAB)
+    one = [make_request(SamplingParams(temperature=1.0, top_k=1, seed=seed)) for seed in range(10)]
+    one += [make_request(SamplingParams(temperature=1.0, top_k=1, seed=seed, min_tokens=9)) for seed in range(10)]
+    assert sample(equals, batch_of(one)).tolist() == [0] * 20
 
 
 def test_the_stream_moves_on_with_the_position_and_differs_by_seed() -> None:
@@ -222,6 +227,16 @@ def test_a_repetition_penalty_is_that_of_transformers() -> None:
     batch.edits.apply(ours)
     theirs = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([request.token_ids]), logits.clone())
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("penalty", [1e-30, 1e-38, 1e-46])
+def test_the_least_repetition_penalty_repeats_what_was_likely(penalty: float) -> None:
+    logits = torch.full((20, VOCAB), -1.0)
+    logits[:, :6] = torch.tensor([9.0, 1.0, 0.0, 5.0, 20.0, 3.0])  # the first four are the prompt's
+    kinds = [SamplingParams(temperature=float(seed > 9), repetition_penalty=penalty, seed=seed) for seed in range(20)]
+    tokens = sample(logits, batch_of([make_request(params) for params in kinds])).tolist()
+    assert tokens[:10] == [0] * 10
+    assert set(tokens[10:]) <= {0, 1, 3}
 
 
 def test_histories_are_the_same_token_by_token_and_all_at_once() -> None:

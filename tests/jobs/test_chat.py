@@ -142,6 +142,42 @@ def test_tools_are_passed_through_and_calls_reach_the_template_as_objects() -> N
     assert "look(" + '"{torn"' in render({"messages": [USER, call("{torn"), answer]}, CALLS)
 
 
+# As Llama 3.1's ask whether there are calls, Qwen 3's go through the arguments, and older ones add texts.
+ASKS = (
+    "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}"
+    "{{ raise_exception('one call at a time') }}{% endif %}{{ '[' + m.role + '] ' + m.content }}"
+    "{% for name, value in m.tool_calls[0].function.arguments.items() %}{{ name }}={{ value }}{% endfor %}()\n"
+    "{% else %}{{ '[' + m.role + '] ' + m.content + '\n' }}{% endif %}{% endfor %}"
+)
+
+
+def test_null_among_the_templates_arguments_is_not_given() -> None:
+    template = WRITES_BOS + "{% if mood is defined %}{{ mood }}{% endif %}"
+    nothing = {"mood": None, "add_generation_prompt": None, "continue_final_message": None}
+    assert render({"messages": [USER], "chat_template_kwargs": nothing}, template) == render({"messages": [USER]})
+
+
+@pytest.mark.parametrize("calls", [{}, {"tool_calls": None}, {"tool_calls": []}])
+def test_a_message_without_calls_is_one_whatever_it_says_of_them(calls: dict[str, Any]) -> None:
+    assert render({"messages": [USER, ASSISTANT | calls]}, ASKS) == "[user] the sand\n[assistant] Once\n"
+
+
+@pytest.mark.parametrize("function", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": "null"}])
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_a_call_lacks_text_and_arguments_in_one_way(function: dict[str, Any], content: dict[str, Any]) -> None:
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "look"} | function}]}
+    assert render({"messages": [USER, call | content]}, ASKS) == "[user] the sand\n[assistant] ()\n"
+    assert render({"messages": [USER, call | content]}, CALLS) == "[user] the sand\n[assistant] look({})\n"
+
+
+def test_arguments_nested_beyond_measure_are_shown_as_they_are() -> None:
+    deep = "[" * 5000 + "]" * 5000
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": deep}}]}
+    rendered = Renderer().render({"messages": [USER, call]})
+    assert rendered.value[1]["tool_calls"][0]["function"]["arguments"] == deep
+    assert rendered.canonical()
+
+
 def test_any_role_is_the_templates_to_take_or_refuse() -> None:
     developer = {"role": "developer", "content": "be short"}
     assert render({"messages": [developer, USER]}).startswith("[developer] be short\n")

@@ -15,7 +15,8 @@ from cbatch.config import SamplingParams
 from cbatch.engine.request import Prompt
 from cbatch.engine.samples import sample_seed
 from cbatch.errors import InputError, RowError, UsageError
-from cbatch.jobs.openai import BatchRequests
+from cbatch.jobs.journal import Entry, Head
+from cbatch.jobs.openai import BatchRequests, to_response
 from cbatch.jobs.params import ParamReader
 from tests.conftest import ROOT
 from tests.jobs.jobkit import Bench, read_rows
@@ -109,6 +110,34 @@ def test_a_response_format_that_is_none_is_an_error(wanted: Any) -> None:
         BatchRequests(ParamReader({})).interpret(chat("a", response_format=wanted))
 
 
+def test_where_no_tool_is_to_be_called_the_prompt_names_none() -> None:
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    renderings = [
+        BatchRequests(ParamReader({})).interpret(chat("a", **body))[1]
+        for body in ({}, {"tool_choice": "none"}, {"tool_choice": "none", "tools": tools})
+    ]
+    assert renderings[0] == renderings[1] == renderings[2]
+    assert BatchRequests(ParamReader({})).interpret(chat("a", tools=tools, tool_choice="auto"))[1].tools == tools
+    with pytest.raises(RowError, match=r"body\.tool_choice is not supported"):
+        BatchRequests(ParamReader({})).interpret(chat("a", tools=tools, tool_choice="required"))
+
+
+def test_of_tokens_with_one_text_the_likeliest_is_named() -> None:
+    entries = [("\ufffd", -0.1), ("a", -1.0), ("\ufffd", -7.0)]
+    top = [[{"token": token, "token_id": i, "logprob": logprob} for i, (token, logprob) in enumerate(entries)]]
+    result: dict[str, Any] = {
+        "completion": "x",
+        "finish_reason": "length",
+        "scheduled_at": "2030-01-01T00:00:00Z",
+        "tokens": ["a"],
+    }
+    result |= {"prompt_tokens": 1, "completion_tokens": 1, "cached_tokens": 0, "token_logprobs": [-1.0]}
+    head = Head(b"k", b"s", ok=True, attempt=1, session=0)
+    line, _ = to_response(Entry(head, text("a", "once"), result | {"top_logprobs": top}))
+    scores = line["response"]["body"]["choices"][0]["logprobs"]["top_logprobs"]
+    assert [list(tokens.items()) for tokens in scores] == [[("\ufffd", -0.1), ("a", -1.0)]]
+
+
 def test_every_sample_is_a_choice(bench: Bench) -> None:
     pytest.importorskip("openai")
     from openai.types.chat import ChatCompletion
@@ -192,7 +221,13 @@ def test_requests_are_what_the_public_client_sends(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "same_as"), [("once", "once"), (["once"], "once"), ([1, 113, 112, 101, 103], "once")]
+    ("prompt", "same_as"),
+    [
+        ("once", "once"),
+        (["once"], "once"),
+        ([1, 113, 112, 101, 103], "once"),
+        ([[1, 113, 112, 101, 103]], "once"),
+    ],
 )
 def test_text_completions_take_text_and_ids(bench: Bench, prompt: Any, same_as: str) -> None:
     bench.write([text("a", prompt)])
@@ -214,6 +249,10 @@ BAD = [
     chat("range", temperature=-1),
     chat("near", temprature=1),
     text("several", ["one", "two"]),
+    text("several of ids", [[1], [2]]),
+    text("no ids", [[]]),
+    chat("two limits", max_tokens=5, max_completion_tokens=9),
+    chat("two schemas", response_format={"type": "json_object"}, json_object=False),
     '{"custom_id": "torn", "method"',
 ]
 

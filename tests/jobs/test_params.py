@@ -123,6 +123,7 @@ def test_right_values_are_taken_as_they_are_meant(name: str, value: object, pars
         ("logit_bias", {"7": True}),
         ("logit_bias", "{"),
         ("logit_bias", [7]),
+        ("logit_bias", '{"7":' * 5000 + "1" + "}" * 5000),
         ("include_stop_str_in_output", 1),
         ("stop_token_ids", -1),
         ("stop_token_ids", ["5"]),
@@ -137,6 +138,8 @@ def test_right_values_are_taken_as_they_are_meant(name: str, value: object, pars
         ("prompt_logprobs", 1.5),
         ("json_schema", "{"),
         ("json_schema", "[]"),
+        ("json_schema", {"name": "answer", "strict": True, "schema": {"type": "object"}}),
+        ("json_schema", '{"not":' * 5000 + "{}" + "}" * 5000),
         ("json_schema", True),
         ("json_object", "yes"),
         ("regex", ""),
@@ -287,6 +290,7 @@ def test_fields_of_csv_are_read_as_what_they_say(name: str, text: str, parsed: o
     reader = ParamReader({}, text_values=True)
     assert reader.read({"prompt": "5", name: text}) == {name: parsed}
     assert reader.read({"prompt": "5", name: ""}) == {}
+    assert reader.read({"prompt": "[" * 5000, name: text}) == {name: parsed}
 
 
 @pytest.mark.parametrize(("name", "text"), [("max_tokens", "many"), ("temperature", "NaN"), ("ignore_eos", "1")])

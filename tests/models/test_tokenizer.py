@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, ByT5Tokenizer
+import tokenizers
+from tokenizers import decoders, models
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from cbatch.errors import RowError, UsageError
 from cbatch.models.source import ModelSource
@@ -114,6 +116,14 @@ def test_a_template_that_raises_is_the_rows_error(template: str | None, messages
         tokenizer.encode_chat(messages)
     assert raised.value.code == "template_error"
     assert said in raised.value.message
+
+
+def test_an_error_that_repeats_the_whole_chat_is_cut() -> None:
+    tokenizer = tiny(chat_template="{{ messages[0].content }}{{ messages[1].content.split('.')[0] }}")
+    messages = [{"role": "user", "content": "long " * 1000}, {"role": "assistant", "content": "One. Two"}]
+    with pytest.raises(RowError, match="does not appear") as raised:
+        tokenizer.encode_chat(messages, chat_template_kwargs={"continue_final_message": True})
+    assert len(raised.value.message) < 400
 
 
 def test_template_arguments_cannot_change_how_it_is_applied() -> None:
@@ -226,3 +236,17 @@ def test_a_token_has_its_own_text_whatever_it_is() -> None:
     assert tokenizer.token_text(tokenizer.encode("\n")[1]) == "\n"
     assert tokenizer.token_text(299) == ""
     assert [tokenizer.token_text(token) for token in tokenizer.encode("the end")[1:]] == ["the", " ", "en", "d"]
+
+
+def test_a_token_keeps_the_space_that_decoders_drop_at_the_start_of_a_text() -> None:
+    pieces = ["<unk>", "<s>", "</s>", "<0x20>", "<0xE2>", "▁the", "the", "a", "▁"]
+    backend = tokenizers.Tokenizer(
+        models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)  # as Llama 2's
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>"))
+    assert tokenizer.decode([5, 5]) == "the the"
+    assert [tokenizer.token_text(token) for token in range(1, 9)] == [
+        "<s>", "</s>", " ", "\ufffd", " the", "the", "a", " ",
+    ]  # fmt: skip
