@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from cbatch.errors import CbatchError, EngineError, InputError, UsageError
 from cbatch.jobs.merge import merge_parts
-from cbatch.jobs.shards import Shard, parse_shard
+from cbatch.jobs.shards import Shard, find_problem, mark_success, parse_shard
 from tests.jobs.jobkit import Bench, prompts, read_rows, without_times
 from tests.jobs.test_signals import Process
 
@@ -122,6 +124,26 @@ def test_success_is_marked_by_the_last_part_only(bench: Bench) -> None:
     assert mark.exists()
     assert bench.run(shard="0/3").status == "unchanged"
     assert mark.exists()
+
+
+def test_shards_that_end_at_the_same_moment_mark_success_together(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index in range(3):
+        bench.run(shard=f"{index}/3")
+    (bench.path / "out.jsonl.parts" / "_SUCCESS").unlink()
+    all_found = threading.Barrier(4)
+
+    def find(output: Path, count: int) -> str | None:
+        problem = find_problem(output, count)
+        all_found.wait(timeout=60)
+        return problem
+
+    monkeypatch.setattr("cbatch.jobs.shards.find_problem", find)
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            list(pool.map(lambda _: mark_success(bench.output, 3), range(4)))
+            (bench.path / "out.jsonl.parts" / "_SUCCESS").unlink()
 
 
 def test_a_killed_shard_goes_on_where_it_was(bench: Bench) -> None:
