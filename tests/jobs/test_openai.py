@@ -267,6 +267,17 @@ def test_an_error_file_of_an_earlier_run_does_not_stay(bench: Bench) -> None:
     assert not (bench.path / "out.jsonl.errors.jsonl").exists()
 
 
+def test_a_lost_error_file_is_put_together_again(bench: Bench) -> None:
+    bench.write([chat("a"), chat("b", temperature=-1)])
+    bench.run()
+    failures = errors(bench)
+    (bench.path / "out.jsonl.errors.jsonl").unlink()
+    assert bench.run().status == "done"
+    assert errors(bench) == failures
+    assert bench.num_prompts_run == 1
+    assert bench.run().status == "unchanged"
+
+
 def test_duplicate_ids_are_reported_together_before_anything_runs(bench: Bench) -> None:
     rows = [chat(f"r{n}") for n in range(1000)]
     for number in (500, 700, 999):
