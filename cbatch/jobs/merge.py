@@ -148,9 +148,10 @@ def _merge_error_files(output: Path, parts: list[Path]) -> None:
             if not path.exists():
                 raise InputError(f"{path} is missing", hint="run that shard, then merge again")
             with writing(target), path.open("rb") as file:
-                for num_rows, line in enumerate(file, start=1):
+                for line in file:
                     _parse(path, line)
                     joined.file.write(line)
+                    num_rows += 1
             _check_count(path, num_rows, expected)
         joined.commit()
 

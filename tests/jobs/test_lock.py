@@ -126,7 +126,12 @@ def test_force_takes_the_lock_and_the_robbed_run_hears_of_it(path: Path, monkeyp
         assert not path.exists()
 
 
-def test_a_run_whose_lock_is_taken_stops_and_writes_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("is_taken", "says"), [(False, "somebody removed the lock"), (True, "another run has taken the lock")]
+)
+def test_a_run_whose_lock_is_lost_stops_and_writes_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_taken: bool, says: str
+) -> None:
     monkeypatch.setattr(locking, "HEARTBEAT_S", 0.01)
     bench = Bench(tmp_path)
     bench.write(prompts(2000))
@@ -135,10 +140,12 @@ def test_a_run_whose_lock_is_taken_stops_and_writes_no_output(tmp_path: Path, mo
 
     def load(config: Any) -> Any:
         (tmp_path / "out.jsonl.lock").unlink()
+        if is_taken:
+            (tmp_path / "out.jsonl.lock").touch()
         return real(config)
 
     bench.load = load  # type: ignore[method-assign]
-    with pytest.raises(CbatchError, match="another run has taken the lock"):
+    with pytest.raises(CbatchError, match=says):
         bench.run()
     assert not bench.output.exists()
 

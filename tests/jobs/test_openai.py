@@ -317,7 +317,9 @@ def test_an_id_column_alone_makes_no_batch_file(bench: Bench) -> None:
     assert "completion" in bench.rows()[0]
 
 
-@pytest.mark.parametrize("wrong", [*({name: ...} for name in FIELDS), {"body": "text"}, {"body": None}, {"custom_id": 5}])
+@pytest.mark.parametrize(
+    "wrong", [*({name: ...} for name in FIELDS), {"body": "text"}, {"body": None}, {"custom_id": 5}]
+)
 def test_a_first_request_with_a_mistake_costs_no_other(bench: Bench, wrong: dict[str, Any]) -> None:
     first = {name: value for name, value in (chat("bad") | wrong).items() if value is not ...}
     bench.write([first, *[chat(f"r{n}") for n in range(3)]])
