@@ -22,6 +22,7 @@ from cbatch.jobs.rendering import Renderer
 from cbatch.jobs.survey import can_reread, check_custom_ids
 
 CSV_SUFFIX = ".csv"
+MAX_UNREADABLE = 1000  # rows that are kept while one is looked for that can be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def open_rows(setup: RowSetup, tick: Callable[[], None]) -> OpenRows:
     ahead: list[Row] = []
     for row in rows:
         ahead.append(row)
-        if row.error is None:
+        if row.error is None or len(ahead) == MAX_UNREADABLE:
             break
     explicit = job.prompt_column is not None or job.template is not None
     rest = chain(ahead, rows)
