@@ -419,6 +419,16 @@ def test_mistakes_are_found_before_the_model_loads(
     assert bench.engines == []
 
 
+def test_an_output_with_mixed_messages_is_an_input_like_any_other(bench: Bench) -> None:
+    contents = ["a", [{"type": "text", "text": "b"}]]
+    bench.write([{"messages": [{"role": "user", "content": content}]} for content in contents])
+    first, second = bench.path / "one.parquet", bench.path / "two.parquet"
+    bench.run(output=str(first))
+    assert bench.run(inputs=(str(first),), output=str(second)).rows_ok == 2
+    answers = [[row["completion"] for row in read_rows(path)] for path in (first, second)]
+    assert answers[0] == answers[1]
+
+
 def test_what_is_kept_of_rows_that_cannot_be_read_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until one can be read, each might be of a batch file."""
     monkeypatch.setattr("cbatch.jobs.opening.MAX_UNREADABLE", 5)
