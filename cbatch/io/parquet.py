@@ -109,6 +109,7 @@ class ParquetSink(Sink):
         self._schema = schema
         self._names = frozenset(schema.names)
         self._records: list[dict[str, Any]] = []
+        self._num_chars = 0  # of the records' text
         self._batches: list[pa.RecordBatch] = []
         self._num_bytes = 0  # of the batches
         with writing(path):
@@ -116,7 +117,8 @@ class ParquetSink(Sink):
 
     def write(self, record: dict[str, Any]) -> None:
         self._records.append(record)
-        if len(self._records) == WRITE_ROWS:
+        self._num_chars += _text_size(record)
+        if len(self._records) == WRITE_ROWS or self._num_chars >= ROW_GROUP_BYTES:
             self._convert()
             if self._num_bytes >= ROW_GROUP_BYTES:
                 self._write_row_group()
@@ -141,6 +143,7 @@ class ParquetSink(Sink):
         self._batches.append(batch)
         self._num_bytes += batch.nbytes
         self._records.clear()
+        self._num_chars = 0
 
     def _by_schema(self, record: dict[str, Any]) -> dict[str, Any]:
         """The record under the schema's names, which hold no lone surrogates."""
@@ -157,3 +160,13 @@ class ParquetSink(Sink):
                 self._writer.write_table(table, row_group_size=table.num_rows)
         self._batches.clear()
         self._num_bytes = 0
+
+
+def _text_size(value: Any) -> int:
+    """Count the characters of all text in a value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_text_size, value.values()))
+    has_text = isinstance(value, list) and value and isinstance(value[0], str | dict | list)
+    return sum(map(_text_size, value)) if has_text else 0

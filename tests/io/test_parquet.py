@@ -3,6 +3,7 @@
 import json
 import math
 import uuid
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,22 @@ def test_rows_go_out_in_row_groups_of_bounded_size(tmp_path: Path, monkeypatch: 
     assert metadata.num_row_groups == 4
     assert max(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)) == 2 * parquet.WRITE_ROWS
     assert [int(a) for a in pq.read_table(tmp_path / "out.parquet")["a"].to_pylist()] == list(range(2000))
+
+
+@pytest.mark.parametrize("wrap", [lambda text: text, lambda text: [{"content": text}]])
+def test_long_texts_are_not_gathered_beyond_what_a_row_group_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrap: Callable[[str], Any]
+) -> None:
+    """Arrow's arrays of text end at 2 GiB, and the memory may end before."""
+    monkeypatch.setattr(parquet, "ROW_GROUP_BYTES", 30_000)
+    kind = pa.array([wrap("a")]).type
+    with open_sink(str(tmp_path / "out.parquet"), pa.schema([("a", kind)])) as sink:
+        for _ in range(20):
+            sink.write({"a": wrap("x" * 10_000)})
+        sink.commit()
+    metadata = pq.read_metadata(tmp_path / "out.parquet")
+    assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [3] * 6 + [2]
+    assert pq.read_table(tmp_path / "out.parquet")["a"].to_pylist() == [wrap("x" * 10_000)] * 20
 
 
 def test_leaving_without_commit_leaves_nothing(tmp_path: Path) -> None:
