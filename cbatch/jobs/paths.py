@@ -54,8 +54,8 @@ class JobPaths:
 
 
 def lock_path(output: Path) -> Path:
-    """Return where the lock of an output is."""
-    return _beside(output, ".lock")
+    """Return where the lock of an output is: beside the file itself where the output is a link to one."""
+    return _beside(Path(os.path.realpath(output)) if os.path.islink(output) else output, ".lock")
 
 
 def report_path(output: Path) -> Path:
