@@ -54,6 +54,8 @@ def _print_table(summary: JobSummary) -> None:
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # the names of files whole, on a narrow terminal too
     for name, value in _figures(summary):
         table.add_row(f"[bold]{name}[/bold]", escape(value))
     summary_console().print(table)

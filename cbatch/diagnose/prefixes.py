@@ -72,9 +72,11 @@ def _rows(inputs: Sequence[str], settings: Mapping[str, Any]) -> Iterator[tuple[
     for row in islice(open_source(list(inputs)), MAX_ROWS):
         if row.error is not None:
             continue
-        columns: Mapping[str, Any] = row.columns
+        columns: Any = row.columns
         if not is_named and is_batch_row(row.columns):
-            columns = row.columns["body"]
+            columns = row.columns.get("body")
+            if not isinstance(columns, dict):
+                continue
         try:
             yield _pieces(renderer.render(columns))
         except RowError:

@@ -52,7 +52,7 @@ def from_json(values: list[Any], field: pa.Field) -> pa.Array:
 
     Raises OutputError for a value that does not fit the type.
     """
-    if field.metadata and JSON_TEXT.items() <= field.metadata.items():
+    if is_json_text(field):
         return pa.array([None if value is None else dump(value) for value in values], field.type)
     decode = _lift(field.type, _decoder)
     try:
@@ -65,6 +65,11 @@ def from_json(values: list[Any], field: pa.Field) -> pa.Array:
             return pa.array([clean(value) for value in values], field.type)
     except (pa.ArrowException, ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise OutputError(f"column {field.name}: a value does not fit its type {field.type}: {error}") from error
+
+
+def is_json_text(field: pa.Field) -> bool:
+    """Whether a column holds values of any kind as JSON text."""
+    return bool(field.metadata and JSON_TEXT.items() <= field.metadata.items())
 
 
 def replace_non_finite(kind: pa.DataType, replace: Callable[[str], float | None]) -> Convert | None:

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import BinaryIO, Self
 
 from cbatch.errors import OutputError, UsageError
 
+_SCHEME = re.compile(r"(^|/)[a-z][a-z0-9+.-]+:/")  # of what was a URL before it was taken for a path
 # Some network file systems do not know it; a directory that may be written but not listed cannot be opened.
 _CANNOT_SYNC_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 
@@ -143,6 +145,8 @@ def check_folder(folder: Path, role: str) -> None:
     with _trying(folder):
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{role} {folder} is not a directory", hint="name another one")
+        if not folder.exists() and _SCHEME.search(str(folder)):
+            raise UsageError(f"{role} {folder} seems to be a URL", hint="name a local file, and copy it from there")
         if not folder.exists():
             raise UsageError(f"{role} {folder} does not exist", hint=f"mkdir -p {folder}")
 

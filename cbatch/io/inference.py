@@ -52,7 +52,11 @@ class TypeInference:
 
     def schema(self) -> pa.Schema:
         """Return the columns in the order of their first appearance; lone surrogates in names become U+FFFD."""
-        return pa.schema([_arrow_field(clean_text(name), seen) for name, seen in self._types.items()])
+        types: dict[str, _Type | None] = {}
+        for name, seen in self._types.items():
+            clean = clean_text(name)
+            types[clean] = None if clean in types else seen  # two that differ by half characters alone
+        return pa.schema([_arrow_field(name, seen) for name, seen in types.items()])
 
 
 def _absorb(known: _Type, value: Any, depth: int) -> None:

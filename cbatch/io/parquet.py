@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cbatch.errors import InputError, RowError
-from cbatch.io.arrowform import clean_text, from_json, replace_non_finite, to_json
+from cbatch.io.arrowform import clean_text, from_json, is_json_text, replace_non_finite, to_json
 from cbatch.io.atomic import writing
+from cbatch.io.jsonform import load
 from cbatch.io.rows import Row
 from cbatch.io.schema import portable_column, portable_schema, portable_type
 from cbatch.io.sinks import Sink
@@ -54,7 +55,7 @@ def rows_of_batches(
 def _batch_rows(batch: pa.RecordBatch, schema: pa.Schema | None) -> Iterator[tuple[dict[str, Any], RowError | None]]:
     names = batch.schema.names
     try:
-        columns = [_values(column, name, schema) for name, column in zip(names, batch.columns, strict=True)]
+        columns = [_values(column, field, schema) for field, column in zip(batch.schema, batch.columns, strict=True)]
     except UnicodeDecodeError as error:  # a text column whose bytes are none: find the row
         if batch.num_rows == 1:
             yield {}, RowError("invalid_utf8", f"a text column is not UTF-8: {error.reason}")
@@ -66,13 +67,23 @@ def _batch_rows(batch: pa.RecordBatch, schema: pa.Schema | None) -> Iterator[tup
         yield {name: values[position] for name, values in zip(names, columns, strict=True)}, None
 
 
-def _values(column: pa.Array, name: str, schema: pa.Schema | None) -> list[Any]:
+def _values(column: pa.Array, field: pa.Field, schema: pa.Schema | None) -> list[Any]:
+    if is_json_text(field):
+        return [_parse(text) for text in to_json(portable_column(column, pa.string()))]
     if schema is not None:
-        return to_json(portable_column(column, schema.field(name).type))
+        return to_json(portable_column(column, schema.field(field.name).type))
     kind = portable_type(column.type)
     as_numbers = replace_non_finite(kind, float)
     values = to_json(portable_column(column, kind))
     return values if as_numbers is None else [as_numbers(value) for value in values]
+
+
+def _parse(text: str | None) -> Any:
+    """What a job has written as JSON text, for want of a type; text that has become none stays as it is."""
+    try:
+        return None if text is None else load(text)
+    except ValueError:
+        return text
 
 
 def _batches(file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
@@ -98,6 +109,7 @@ class ParquetSink(Sink):
         self._schema = schema
         self._names = frozenset(schema.names)
         self._records: list[dict[str, Any]] = []
+        self._num_chars = 0  # of the records' text
         self._batches: list[pa.RecordBatch] = []
         self._num_bytes = 0  # of the batches
         with writing(path):
@@ -105,7 +117,8 @@ class ParquetSink(Sink):
 
     def write(self, record: dict[str, Any]) -> None:
         self._records.append(record)
-        if len(self._records) == WRITE_ROWS:
+        self._num_chars += _text_size(record)
+        if len(self._records) == WRITE_ROWS or self._num_chars >= ROW_GROUP_BYTES:
             self._convert()
             if self._num_bytes >= ROW_GROUP_BYTES:
                 self._write_row_group()
@@ -130,6 +143,7 @@ class ParquetSink(Sink):
         self._batches.append(batch)
         self._num_bytes += batch.nbytes
         self._records.clear()
+        self._num_chars = 0
 
     def _by_schema(self, record: dict[str, Any]) -> dict[str, Any]:
         """The record under the schema's names, which hold no lone surrogates."""
@@ -146,3 +160,13 @@ class ParquetSink(Sink):
                 self._writer.write_table(table, row_group_size=table.num_rows)
         self._batches.clear()
         self._num_bytes = 0
+
+
+def _text_size(value: Any) -> int:
+    """Count the characters of all text in a value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_text_size, value.values()))
+    has_text = isinstance(value, list) and value and isinstance(value[0], str | dict | list)
+    return sum(map(_text_size, value)) if has_text else 0

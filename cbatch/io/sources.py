@@ -118,13 +118,16 @@ FORMATS = (
 )
 
 
-def open_source(inputs: Sequence[str], *, split: str | None = None) -> Source:
-    """Find the inputs, check that they can be opened and tell their formats; `split` is a dataset's.
+def open_source(
+    inputs: Sequence[str], *, split: str | None = None, leave_out: Callable[[str], bool] = lambda _name: False
+) -> Source:
+    """Find the inputs, check that they can be opened and tell their formats; `split` is a dataset's, `leave_out` as in
+    `expand`.
 
     An input is a file, a pattern, a URL, "-" for standard input (JSON lines), a folder of `save_to_disk` or a dataset's
     name on the hub. Raises UsageError for a name that can be none of these, InputError for what cannot be read.
     """
-    parts = tuple(_open_part(name, split) for name in expand(inputs))
+    parts = tuple(_open_part(name, split) for name in expand(inputs, leave_out))
     if split is not None and all(isinstance(part, FilePart) for part in parts):
         raise UsageError("--dataset-split is for datasets, and the input is none")
     return Source(parts, _common_schema([part.schema for part in parts]))

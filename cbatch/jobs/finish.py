@@ -56,7 +56,8 @@ def finish(
     job, paths = setup.job, setup.paths
     digest = content_digest(layout, index, rows_digest)
     earlier = reporting.read_report(paths.report)
-    is_new = not paths.output.exists() or reporting.content_of(earlier) != digest
+    is_there = paths.output.exists() and (not earlier.get("errors_file") or errors_path(paths.output).exists())
+    is_new = not is_there or reporting.content_of(earlier) != digest
     if is_new:
         totals = Totals(len(index), Targets(job.goodput_ttft, job.goodput_itl))
         assemble(journal, index, layout, totals, tick)

@@ -59,11 +59,10 @@ class JobLock:
         os.close(self._file)
 
     def check(self) -> None:
-        """Raise OutputError where another run has taken the lock."""
+        """Raise OutputError where the lock is lost: another run has taken it, or it was removed."""
         if not self._is_ours():
-            raise OutputError(
-                f"another run has taken the lock {self._path}", hint="only one may go on: this one stops here"
-            )
+            what = "another run has taken" if self._path.exists() else "somebody removed"
+            raise OutputError(f"{what} the lock {self._path}", hint="only one run may go on: this one stops here")
 
     def _acquire(self) -> bool:
         """Try once; False where the file vanished meanwhile."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +103,7 @@ def _count_parts(output: Path) -> int:
 
 def _merge_jsonl(output: Path, parts: list[Path], tick: Callable[[], None]) -> int:
     """Copy lines, each of which must be the next row; responses carry no row and are counted. Raises InputError."""
+    _merge_error_files(output, parts)
     num_rows = 0
     with AtomicFile(output) as joined:
         for part in parts:
@@ -120,7 +120,6 @@ def _merge_jsonl(output: Path, parts: list[Path], tick: Callable[[], None]) -> i
             _check_count(part, expected - num_rows, report["rows"] - (report["rows_error"] if column is None else 0))
             num_rows += report["rows"]
         joined.commit()
-    _merge_error_files(output, parts)
     return num_rows
 
 
@@ -136,16 +135,24 @@ def _parse(part: Path, line: bytes) -> dict[str, Any]:
 
 
 def _merge_error_files(output: Path, parts: list[Path]) -> None:
-    """Join the error files of an OpenAI Batch."""
-    files = [errors_path(part) for part in parts if errors_path(part).exists()]
+    """Join the error files of an OpenAI Batch. Raises InputError where one is missing, or does not hold its rows."""
+    reports = {part: read_report(report_path(part)) for part in parts}
+    counts = {part: report["rows_error"] for part, report in reports.items() if report.get("errors_file")}
     target = errors_path(output)
-    if not files:
+    if not counts:
         target.unlink(missing_ok=True)
         return
     with AtomicFile(target) as joined:
-        for path in files:
+        for part, expected in counts.items():
+            path, num_rows = errors_path(part), 0
+            if not path.exists():
+                raise InputError(f"{path} is missing", hint="run that shard, then merge again")
             with writing(target), path.open("rb") as file:
-                shutil.copyfileobj(file, joined.file)
+                for line in file:
+                    _parse(path, line)
+                    joined.file.write(line)
+                    num_rows += 1
+            _check_count(path, num_rows, expected)
         joined.commit()
 
 

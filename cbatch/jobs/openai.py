@@ -53,8 +53,11 @@ _PROMPT_FIELDS = frozenset({PROMPT, *_CHAT_FIELDS})
 
 
 def is_batch_row(columns: Mapping[str, Any]) -> bool:
-    """Whether a row is a request of an OpenAI Batch file."""
-    return all(name in columns for name in FIELDS) and isinstance(columns["body"], dict)
+    """Whether a row is a request of an OpenAI Batch file, be it one that lacks a field or has a wrong one."""
+    if any(name in columns for name in (PROMPT, MESSAGES, TOKEN_IDS)):
+        return False
+    is_meant = CUSTOM_ID in columns or columns.get("url") in (CHAT_URL, TEXT_URL)
+    return is_meant and sum(name in columns for name in FIELDS) >= len(FIELDS) - 1
 
 
 class BatchRequests:

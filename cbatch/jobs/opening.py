@@ -22,6 +22,7 @@ from cbatch.jobs.rendering import Renderer
 from cbatch.jobs.survey import can_reread, check_custom_ids
 
 CSV_SUFFIX = ".csv"
+MAX_UNREADABLE = 1000  # rows that are kept while one is looked for that can be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,16 @@ class OpenRows:
     openai: bool  # whether they are the requests of an OpenAI Batch file
 
 
-def prepare_rows(job: JobConfig) -> RowSetup:
-    """Check what a job says of its rows, and find them. Raises UsageError, InputError."""
+def prepare_rows(job: JobConfig, leave_out: Callable[[str], bool] = lambda _name: False) -> RowSetup:
+    """Check what a job says of its rows, and find them; `leave_out` as in `open_source`.
+
+    Raises UsageError, InputError.
+    """
     renderer = Renderer(job.prompt_column, job.template, job.system_prompt)
     ParamReader(job.sampling)  # a wrong option is said before the input is looked at
     if any(job.sampling.get(name) for name in STRUCTURES) and not is_installed():
         raise UsageError("structured output needs the package llguidance", hint=INSTALL_HINT)
-    source = open_source(job.inputs, split=job.dataset_split)
+    source = open_source(job.inputs, split=job.dataset_split, leave_out=leave_out)
     has_text = any(isinstance(part, FilePart) and CSV_SUFFIX in part.format.suffixes for part in source.parts)
     params = ParamReader(job.sampling, row_params=job.row_params, text_values=has_text)
     return RowSetup(job, source, params, renderer)
@@ -65,7 +69,7 @@ def open_rows(setup: RowSetup, tick: Callable[[], None]) -> OpenRows:
     ahead: list[Row] = []
     for row in rows:
         ahead.append(row)
-        if row.error is None:
+        if row.error is None or len(ahead) == MAX_UNREADABLE:
             break
     explicit = job.prompt_column is not None or job.template is not None
     rest = chain(ahead, rows)

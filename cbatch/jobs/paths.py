@@ -54,8 +54,9 @@ class JobPaths:
 
 
 def lock_path(output: Path) -> Path:
-    """Return where the lock of an output is."""
-    return _beside(output, ".lock")
+    """Return where the lock of an output is: beside the file itself where the output is a link to one."""
+    is_link = os.path.islink(output)  # noqa: PTH114 is_symlink fails where a name is too long
+    return _beside(Path(os.path.realpath(output)) if is_link else output, ".lock")
 
 
 def report_path(output: Path) -> Path:

@@ -107,6 +107,8 @@ class Progress:
 
     def _line(self, now: float, taken: Snapshot) -> str:
         total = self._count_rows()
+        if total is not None and total < taken.rows_done:  # the input has grown since it was counted
+            total = None
         share = f" ({taken.rows_done / total:.0%})" if total else ""
         errors = f", {taken.rows_error} failed" if taken.rows_error else ""
         return (

@@ -362,4 +362,4 @@ class _JobRun:
             lock.check()
 
     def _stop_because_lock_lost(self) -> None:
-        self._stop.reason = "another run, which took the lock"
+        self._stop.reason = "the loss of its lock"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from cbatch.compatibility import Facts, check
 from cbatch.config import EngineConfig, JobConfig
-from cbatch.io.atomic import writing
+from cbatch.io.atomic import is_same_file, writing
 from cbatch.jobs.identity import identify_model
 from cbatch.jobs.keys import hash_text, job_identity
 from cbatch.jobs.opening import RowSetup, prepare_rows
-from cbatch.jobs.paths import JobPaths
-from cbatch.jobs.shards import Shard, parse_shard
+from cbatch.jobs.paths import JobPaths, errors_path
+from cbatch.jobs.shards import Shard, parse_shard, parts_folder
 from cbatch.jobs.survey import can_reread
 
 
@@ -44,7 +46,7 @@ class JobSetup(RowSetup):
 
 def prepare(job: JobConfig, engine: EngineConfig) -> JobSetup:
     """Check a job. Raises UsageError, InputError, OutputError."""
-    rows = prepare_rows(job)
+    rows = prepare_rows(job, leave_out=partial(_is_ours, job))
     source = rows.source
     shard = parse_shard(job.shard, os.environ) if job.shard is not None else None
     output = job.output
@@ -58,3 +60,13 @@ def prepare(job: JobConfig, engine: EngineConfig) -> JobSetup:
     paths = JobPaths.of(output, job.checkpoint_dir)
     paths.check(source.inputs)
     return JobSetup(job, source, rows.params, rows.renderer, engine, paths, shard, identify_model(engine))
+
+
+def _is_ours(job: JobConfig, name: str) -> bool:
+    """Whether a file is one that an earlier run of the job left: no pattern among its inputs means that."""
+    paths, parts = JobPaths.of(job.output, job.checkpoint_dir), parts_folder(Path(job.output))
+    if not paths.journal.exists() and not parts.exists():  # a file of the output's name is somebody else's
+        return False
+    files = (paths.output, errors_path(paths.output), paths.report, paths.journal)
+    is_part = Path(os.path.realpath(name)).is_relative_to(os.path.realpath(parts))
+    return is_part or any(is_same_file(name, path) for path in files)

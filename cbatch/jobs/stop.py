@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 EXIT_MARGIN_S = 5.0  # for flushing after the drain
 END_TIME_VARIABLE = "SLURM_JOB_END_TIME"
 RESUME_HINT = "run the same command again to resume"
@@ -45,7 +45,7 @@ class Stop:
         self._num_requests += 1
         self.reason = self.reason or reason
         if self._interruptible or self._num_requests > 1:
-            raise Interrupted(reason)
+            raise Interrupted(self.reason)
 
     def check(self) -> None:
         """Raise Interrupted where a stop was asked for."""
@@ -80,14 +80,14 @@ def handling_signals(stop: Stop, *, grace_s: float, exit_code: int) -> Iterator[
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
     handled = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]  # nohup, a shell's background job
-    with _watching(stop, grace_s, exit_code):
-        for number in handled:
+    try:
+        for number in handled:  # before the watcher, which may send one at once
             signal.signal(number, handle)
-        try:
+        with _watching(stop, grace_s, exit_code):
             yield
-        finally:
-            for number in handled:
-                signal.signal(number, before[number] or signal.SIG_DFL)
+    finally:
+        for number in handled:
+            signal.signal(number, before[number] or signal.SIG_DFL)
 
 
 def ignore_signals() -> None:
@@ -145,6 +145,10 @@ def _watch(signals: socket.socket, stop: Stop, grace_s: float, exit_code: int) -
 
 
 def _slurm_deadline(grace_s: float) -> float | None:
-    """The moment at which a drain must begin, in monotonic seconds: the machine's clock may be set meanwhile."""
+    """The moment at which a drain must begin, in monotonic seconds: the machine's clock may be set meanwhile.
+
+    None where there is no end, or none that a process could wait for.
+    """
     end = os.environ.get(END_TIME_VARIABLE, "")
-    return time.monotonic() + float(end) - time.time() - grace_s - EXIT_MARGIN_S if end.isdigit() else None
+    left = float(end) - time.time() - grace_s - EXIT_MARGIN_S if end.isdigit() else threading.TIMEOUT_MAX
+    return time.monotonic() + left if left < threading.TIMEOUT_MAX else None

@@ -1,7 +1,7 @@
 """`--template`: a Jinja template of a row's columns, in a sandbox. Called by `rendering`.
 
-The sandbox keeps a template from reaching Python's internals and from endless ranges; a column that a row lacks is that
-row's error, never silently nothing.
+The sandbox keeps a template from reaching Python's internals and from endless ranges; a column that a row lacks or that
+is null is that row's error, never silently nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ class RowTemplate:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(
-            undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            keep_trailing_newline=True,
+            finalize=_check_printed,
         )
         try:
             self._template = environment.from_string(text)
@@ -39,6 +43,15 @@ class RowTemplate:
         except Exception as error:  # a template runs code, and raises whatever that does
             text = " ".join(str(error).split()) or type(error).__name__
             raise RowError(TEMPLATE_ERROR, f"the template failed: {text} ({list_names(columns)})") from error
+
+
+def _check_printed(value: object) -> object:
+    """Let no prompt say "None" or "b'...'" where a column is null or binary. Raises ValueError."""
+    if value is None:
+        raise ValueError("it prints null; {{ column or '' }} leaves it out")
+    if isinstance(value, bytes):
+        raise ValueError("it prints binary data, which is no text")
+    return value
 
 
 def list_names(columns: Mapping[str, Any]) -> str:

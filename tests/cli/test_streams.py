@@ -110,6 +110,13 @@ def test_a_terminal_gets_a_table(folder: Path) -> None:
     check_output(folder)
 
 
+def test_the_names_of_files_are_whole_on_a_narrow_terminal(folder: Path) -> None:
+    name = f"{'-'.join(['long'] * 20)}.jsonl"
+    shown = run_on_terminal(*JOB.replace("out.jsonl", name).split(), cwd=folder, COLUMNS="60")
+    assert name in re.sub(r"\s+", "", shown)
+    assert "…" not in shown
+
+
 def test_no_color_is_honoured(folder: Path) -> None:
     shown = on_terminal(folder, NO_COLOR="1")
     assert not re.search(r"\x1b\[[\d;]*3\d", shown)

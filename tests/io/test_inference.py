@@ -117,3 +117,10 @@ def test_memory_does_not_grow_with_the_rows() -> None:
         return len(pickle.dumps(inference))
 
     assert size(4000) == size(1000)
+
+
+def test_names_that_differ_by_half_characters_alone_are_one_column() -> None:
+    inference = TypeInference()
+    inference.observe({chr(0xD800): 1, chr(0xDC00): "x", "a": 2})
+    assert inference.schema().names == ["\ufffd", "a"]
+    assert inference.schema().field("\ufffd").metadata == JSON_TEXT

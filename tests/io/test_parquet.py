@@ -3,6 +3,7 @@
 import json
 import math
 import uuid
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,23 @@ def test_json_columns_keep_what_they_hold(tmp_path: Path) -> None:
     assert table["system"].to_pylist() == [None] * 5002 + ["text"]
 
 
+def test_json_columns_are_read_back_as_what_they_held(tmp_path: Path) -> None:
+    values = [{"k": 1}, [1, "a"], "text", '{"not": "read"}', None, 98765432109876543210]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"v": value, "t": "[1]"}) + "\n" for value in values))
+    for source, target in (("in.jsonl", "one.parquet"), ("one.parquet", "two.parquet")):
+        table = copy(open_source([str(tmp_path / source)]), tmp_path / target)
+        rows = [row.columns for row in open_source([str(tmp_path / target)])]
+        assert [row["v"] for row in rows] == values
+        assert {row["t"] for row in rows} == {"[1]"}, "a text is a text"
+    assert table["v"].to_pylist()[:3] == ['{"k": 1}', '[1, "a"]', '"text"']
+    mixed = open_source([str(tmp_path / "one.parquet"), str(tmp_path / "in.jsonl")])
+    assert [row.columns["v"] for row in mixed] == values * 2
+    text = [field.remove_metadata() for field in table.schema]
+    pq.write_table(pa.table(table.columns, schema=pa.schema(text)), tmp_path / "text.parquet")
+    both = open_source([str(tmp_path / "one.parquet"), str(tmp_path / "text.parquet")])
+    assert [row.columns["v"] for row in both] == [*values, *table["v"].to_pylist()]
+
+
 def test_rows_go_out_in_row_groups_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "ROW_GROUP_BYTES", 30_000)
     with open_sink(str(tmp_path / "out.parquet"), pa.schema([("a", pa.string())])) as sink:
@@ -254,6 +272,22 @@ def test_rows_go_out_in_row_groups_of_bounded_size(tmp_path: Path, monkeypatch: 
     assert metadata.num_row_groups == 4
     assert max(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)) == 2 * parquet.WRITE_ROWS
     assert [int(a) for a in pq.read_table(tmp_path / "out.parquet")["a"].to_pylist()] == list(range(2000))
+
+
+@pytest.mark.parametrize("wrap", [lambda text: text, lambda text: [{"content": text}]])
+def test_long_texts_are_not_gathered_beyond_what_a_row_group_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrap: Callable[[str], Any]
+) -> None:
+    """Arrow's arrays of text end at 2 GiB, and the memory may end before."""
+    monkeypatch.setattr(parquet, "ROW_GROUP_BYTES", 30_000)
+    kind = pa.array([wrap("a")]).type
+    with open_sink(str(tmp_path / "out.parquet"), pa.schema([("a", kind)])) as sink:
+        for _ in range(20):
+            sink.write({"a": wrap("x" * 10_000)})
+        sink.commit()
+    metadata = pq.read_metadata(tmp_path / "out.parquet")
+    assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [3] * 6 + [2]
+    assert pq.read_table(tmp_path / "out.parquet")["a"].to_pylist() == [wrap("x" * 10_000)] * 20
 
 
 def test_leaving_without_commit_leaves_nothing(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def render(template: str, **columns: Any) -> str:
         ("{{ text }}", {"text": "<b> & 'é'"}, "<b> & 'é'"),
         ("{{ t }}\n", {"t": "x"}, "x\n"),
         ("{{ missing | default('none') }}", {"a": 1}, "none"),
+        ("{{ null or 'none' }}{% if null is none %}!{% endif %}", {"null": None}, "none!"),
     ],
 )
 def test_a_template_is_filled_from_the_columns(template: str, columns: dict[str, Any], text: str) -> None:
@@ -60,6 +61,13 @@ def test_a_template_that_fails_on_a_row_is_its_error(template: str) -> None:
         render(template, a="x")
     assert caught.value.code == "template_error"
     assert "columns: a" in caught.value.message
+
+
+@pytest.mark.parametrize(("value", "says"), [(None, "it prints null"), (b"bytes", "it prints binary data")])
+def test_a_value_that_is_no_text_is_not_printed_as_python_shows_it(value: object, says: str) -> None:
+    with pytest.raises(RowError, match=says) as caught:
+        render("Q: {{ a }}", a=value)
+    assert caught.value.code == "template_error"
 
 
 def test_a_template_that_renders_nothing_is_an_empty_prompt() -> None:

@@ -19,6 +19,7 @@ import pytest
 from cbatch.errors import CbatchError, OutputError, UsageError
 from cbatch.jobs import lock as locking
 from cbatch.jobs.lock import JobLock
+from cbatch.jobs.paths import JobPaths
 from tests.jobs.jobkit import Bench, prompts
 from tests.jobs.test_signals import Process
 
@@ -61,6 +62,19 @@ def test_two_processes_on_one_output(tmp_path: Path) -> None:
     assert errors.count("\n") == 1
     assert first.end()[0] == 0
     assert [row["id"] for row in bench.rows()] == list(range(600))
+
+
+def test_a_link_to_an_output_is_that_output(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.write(prompts(3))
+    (tmp_path / "links").mkdir()
+    link = tmp_path / "links" / "out.jsonl"
+    link.symlink_to(bench.output)
+    with JobLock(JobPaths.of(str(bench.output)).locks[0]), pytest.raises(UsageError, match="another run holds"):
+        bench.run(output=str(link))
+    assert bench.run(output=str(link)).rows == 3
+    assert len(bench.rows()) == 3
+    assert sorted(path.name for path in tmp_path.rglob("*.lock")) == []
 
 
 def test_two_outputs_of_one_name_do_not_write_one_journal_at_once(tmp_path: Path) -> None:
@@ -126,7 +140,12 @@ def test_force_takes_the_lock_and_the_robbed_run_hears_of_it(path: Path, monkeyp
         assert not path.exists()
 
 
-def test_a_run_whose_lock_is_taken_stops_and_writes_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("is_taken", "says"), [(False, "somebody removed the lock"), (True, "another run has taken the lock")]
+)
+def test_a_run_whose_lock_is_lost_stops_and_writes_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_taken: bool, says: str
+) -> None:
     monkeypatch.setattr(locking, "HEARTBEAT_S", 0.01)
     bench = Bench(tmp_path)
     bench.write(prompts(2000))
@@ -135,10 +154,12 @@ def test_a_run_whose_lock_is_taken_stops_and_writes_no_output(tmp_path: Path, mo
 
     def load(config: Any) -> Any:
         (tmp_path / "out.jsonl.lock").unlink()
+        if is_taken:
+            (tmp_path / "out.jsonl.lock").touch()
         return real(config)
 
     bench.load = load  # type: ignore[method-assign]
-    with pytest.raises(CbatchError, match="another run has taken the lock"):
+    with pytest.raises(CbatchError, match=says):
         bench.run()
     assert not bench.output.exists()
 

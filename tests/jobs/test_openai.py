@@ -16,7 +16,7 @@ from cbatch.engine.request import Prompt
 from cbatch.engine.samples import sample_seed
 from cbatch.errors import InputError, RowError, UsageError
 from cbatch.jobs.journal import Entry, Head
-from cbatch.jobs.openai import BatchRequests, to_response
+from cbatch.jobs.openai import FIELDS, BatchRequests, to_response
 from cbatch.jobs.params import ParamReader
 from tests.conftest import ROOT
 from tests.jobs.jobkit import Bench, read_rows
@@ -306,6 +306,17 @@ def test_an_error_file_of_an_earlier_run_does_not_stay(bench: Bench) -> None:
     assert not (bench.path / "out.jsonl.errors.jsonl").exists()
 
 
+def test_a_lost_error_file_is_put_together_again(bench: Bench) -> None:
+    bench.write([chat("a"), chat("b", temperature=-1)])
+    bench.run()
+    failures = errors(bench)
+    (bench.path / "out.jsonl.errors.jsonl").unlink()
+    assert bench.run().status == "done"
+    assert errors(bench) == failures
+    assert bench.num_prompts_run == 1
+    assert bench.run().status == "unchanged"
+
+
 def test_duplicate_ids_are_reported_together_before_anything_runs(bench: Bench) -> None:
     rows = [chat(f"r{n}") for n in range(1000)]
     for number in (500, 700, 999):
@@ -343,6 +354,25 @@ def test_an_id_column_alone_makes_no_batch_file(bench: Bench) -> None:
     bench.run()
     assert [row["custom_id"] for row in bench.rows()] == ["a", "a"]
     assert "completion" in bench.rows()[0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [*({name: ...} for name in FIELDS), {"body": "text"}, {"body": None}, {"custom_id": 5}]
+)
+def test_a_first_request_with_a_mistake_costs_no_other(bench: Bench, wrong: dict[str, Any]) -> None:
+    first = {name: value for name, value in (chat("bad") | wrong).items() if value is not ...}
+    bench.write([first, *[chat(f"r{n}") for n in range(3)]])
+    assert bench.run().rows_ok == 3
+    assert [row["custom_id"] for row in bench.rows()] == ["r0", "r1", "r2"]
+    (error,) = errors(bench)
+    assert (error["custom_id"], error["error"]["code"]) == (first.get("custom_id"), "invalid_request")
+
+
+def test_rows_with_a_prompt_are_no_requests_whatever_else_they_have(bench: Bench) -> None:
+    page = {"custom_id": "a", "method": "GET", "url": "https://there", "body": "<p>", "prompt": "p"}
+    bench.write([page])
+    assert bench.run().rows_ok == 1
+    assert bench.rows()[0]["body"] == "<p>"
 
 
 def test_a_batch_resumes_like_any_job(bench: Bench) -> None:

@@ -84,6 +84,12 @@ def test_failed_rows_are_counted_and_an_unknown_total_is_a_question_mark() -> No
     assert lines[0].endswith(", ? left")
 
 
+def test_an_input_that_grew_since_it_was_counted_has_no_known_end() -> None:
+    lines = log(10, (0, snapshot(0)), (LOG_INTERVAL_S, snapshot(10)), (2 * LOG_INTERVAL_S, snapshot(12)))
+    assert (lines[0].split(",")[0], lines[0].split()[-2]) == ("cbatch: 10/10 rows (100%)", "0:00:00")
+    assert (lines[1].split(",")[0], lines[1].split()[-2]) == ("cbatch: 12/? rows", "?")
+
+
 def test_the_snapshot_is_taken_only_when_it_is_drawn() -> None:
     taken = []
     progress = Progress(stream=io.StringIO(), clock=lambda: 0.0)

@@ -243,6 +243,21 @@ def test_a_lost_output_or_report_is_put_together_again(bench: Bench) -> None:
     assert bench.num_prompts_run == 10
 
 
+@pytest.mark.parametrize("pattern", ["*.jsonl", "**/*.jsonl"])
+def test_a_pattern_that_matches_the_jobs_own_files_means_its_input(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    bench.write(prompts(3))
+    monkeypatch.chdir(bench.path)
+    for inputs, output in (((pattern,), str(bench.output)), ((str(bench.path / pattern),), "out.jsonl")):
+        for shard in (None, "0/2", "1/2"):
+            summary = bench.run(inputs=inputs, output=output, shard=shard)
+            assert (summary.exit_code, summary.report["rows"]) == (0, 3 if shard is None else 1 + (shard == "1/2"))
+    (bench.path / "other.jsonl").write_text("")
+    with pytest.raises(UsageError, match=r"other\.jsonl would be overwritten"):
+        bench.run(inputs=(pattern,), output="other.jsonl", restart=True)
+
+
 def test_an_output_of_unknown_origin_is_not_overwritten(bench: Bench) -> None:
     bench.write(prompts(3))
     bench.output.write_text("precious\n")

@@ -404,6 +404,8 @@ def test_overlong_prompts_are_cut_where_asked_and_counted(bench: Bench) -> None:
         ({"inputs": ("missing.jsonl",)}, UsageError, "no such input"),
         ({"output": "out.txt"}, UsageError, "out.txt"),
         ({"output": "no/such/dir/out.jsonl"}, UsageError, "does not exist"),
+        ({"output": "s3://bucket/out.jsonl"}, UsageError, r"seems to be a URL \(name a local file"),
+        ({"checkpoint_dir": "gs://bucket/x"}, UsageError, r"seems to be a URL \(name a local file"),
         ({"sampling": {"top_p": 7}}, UsageError, "top_p must be"),
         ({"checkpoint_dir": "no/such"}, UsageError, "checkpoint directory"),
     ],
@@ -415,6 +417,26 @@ def test_mistakes_are_found_before_the_model_loads(
     with pytest.raises(error, match=says):
         bench.run(**options)
     assert bench.engines == []
+
+
+def test_an_output_with_mixed_messages_is_an_input_like_any_other(bench: Bench) -> None:
+    contents = ["a", [{"type": "text", "text": "b"}]]
+    bench.write([{"messages": [{"role": "user", "content": content}]} for content in contents])
+    first, second = bench.path / "one.parquet", bench.path / "two.parquet"
+    bench.run(output=str(first))
+    assert bench.run(inputs=(str(first),), output=str(second)).rows_ok == 2
+    answers = [[row["completion"] for row in read_rows(path)] for path in (first, second)]
+    assert answers[0] == answers[1]
+
+
+def test_what_is_kept_of_rows_that_cannot_be_read_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until one can be read, each might be of a batch file."""
+    monkeypatch.setattr("cbatch.jobs.opening.MAX_UNREADABLE", 5)
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "p"}}
+    for num_torn, is_batch in ((4, True), (5, False)):
+        bench.write(["torn {"] * num_torn + [request])
+        bench.run(output=str(bench.path / f"{num_torn}.jsonl"))
+        assert ("response" in read_rows(bench.path / f"{num_torn}.jsonl")[-1]) == is_batch
 
 
 def test_no_job_overwrites_its_input(bench: Bench) -> None:

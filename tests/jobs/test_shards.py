@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import pytest
 
 from cbatch.errors import CbatchError, EngineError, InputError, UsageError
 from cbatch.jobs.merge import merge_parts
-from cbatch.jobs.shards import Shard, parse_shard
+from cbatch.jobs.paths import errors_path
+from cbatch.jobs.shards import Shard, find_problem, mark_success, parse_shard
 from tests.jobs.jobkit import Bench, prompts, read_rows, without_times
 from tests.jobs.test_signals import Process
 
@@ -122,6 +125,26 @@ def test_success_is_marked_by_the_last_part_only(bench: Bench) -> None:
     assert mark.exists()
     assert bench.run(shard="0/3").status == "unchanged"
     assert mark.exists()
+
+
+def test_shards_that_end_at_the_same_moment_mark_success_together(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index in range(3):
+        bench.run(shard=f"{index}/3")
+    (bench.path / "out.jsonl.parts" / "_SUCCESS").unlink()
+    all_found = threading.Barrier(4)
+
+    def find(output: Path, count: int) -> str | None:
+        problem = find_problem(output, count)
+        all_found.wait(timeout=60)
+        return problem
+
+    monkeypatch.setattr("cbatch.jobs.shards.find_problem", find)
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            list(pool.map(lambda _: mark_success(bench.output, 3), range(4)))
+            (bench.path / "out.jsonl.parts" / "_SUCCESS").unlink()
 
 
 def test_a_killed_shard_goes_on_where_it_was(bench: Bench) -> None:
@@ -370,7 +393,8 @@ def test_a_requeued_task_resumes_and_its_restart_is_recorded(bench: Bench) -> No
     assert report["session"]["rows_replayed"] > 20
 
 
-def test_openai_shards_merge_answers_and_errors(bench: Bench) -> None:
+def run_requests(bench: Bench) -> None:
+    """Run a batch of requests in three shards, each with failures."""
     requests = [
         {
             "custom_id": f"r{n}",
@@ -383,10 +407,33 @@ def test_openai_shards_merge_answers_and_errors(bench: Bench) -> None:
     bench.write(requests)
     for index in range(3):
         bench.run(shard=f"{index}/3")
+
+
+def test_openai_shards_merge_answers_and_errors(bench: Bench) -> None:
+    run_requests(bench)
     merge_parts(str(bench.output))
     errors = read_rows(bench.path / "out.jsonl.errors.jsonl")
     assert [row["custom_id"] for row in errors] == ["r0", "r4", "r8"]
     assert [row["custom_id"] for row in bench.rows()] == [f"r{n}" for n in range(10) if n % 4]
+
+
+@pytest.mark.parametrize("kept", [None, 0, -1])
+def test_failures_that_are_lost_are_not_merged_away(bench: Bench, kept: int | None) -> None:
+    run_requests(bench)
+    part = bench.path / "out.jsonl.parts" / "part-00001-of-00003.jsonl"
+    failures = errors_path(part)
+    content = failures.read_bytes()
+    if kept is None:
+        failures.unlink()
+    else:
+        failures.write_bytes(content[:kept])
+    with pytest.raises(InputError, match=r"part-00001-of-00003\.jsonl\.errors"):
+        merge_parts(str(bench.output))
+    assert not bench.output.exists()
+    if kept is None:
+        assert bench.run(shard="1/3").status == "done"
+        assert failures.read_bytes() == content
+        assert merge_parts(str(bench.output)).rows == 10
 
 
 def test_a_merge_into_a_held_output_is_refused(bench: Bench) -> None:

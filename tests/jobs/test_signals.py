@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from cbatch.jobs.merge import merge_parts
+from cbatch.jobs.stop import SIGNALS
 from tests.jobs.jobkit import Bench, prompts
 
 ROOT = Path(__file__).parent.parent.parent
@@ -124,7 +125,7 @@ def assert_resumes(bench: Bench, *, at_least: int = 0) -> None:
     assert [row["id"] for row in bench.rows()] == list(range(summary.rows))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_the_first_signal_drains_and_exits_75(bench: Bench, number: int) -> None:
     bench.write([row | {"max_tokens": 3 + row["id"] % 5} for row in prompts(2000)])  # never all done at once
     process = Process(bench, environment={"STUB_STEP_S": "0.01"})
@@ -299,6 +300,22 @@ def test_the_end_of_a_slurm_job_is_a_signal_in_time(bench: Bench) -> None:
     assert code == RESUMABLE
     assert "the end of the Slurm job (SLURM_JOB_END_TIME): finishing" in errors
     assert time.time() < int(end)
+
+
+def test_a_slurm_job_that_is_about_to_end_stops_in_order_at_once(bench: Bench) -> None:
+    bench.write(prompts(100))
+    for end in ("0", str(int(time.time()))):
+        code, errors = Process(bench, environment={"STUB_STEP_S": "0.05", "SLURM_JOB_END_TIME": end}).end()
+        assert code == RESUMABLE
+        assert "the end of the Slurm job (SLURM_JOB_END_TIME)" in errors
+        assert not bench.output.exists()
+
+
+@pytest.mark.parametrize("end", ["4294967294", "9" * 22, "9" * 400])
+def test_a_slurm_job_without_an_end_is_none_that_ends(bench: Bench, end: str) -> None:
+    bench.write(prompts(3))
+    assert Process(bench, environment={"SLURM_JOB_END_TIME": end}).end()[0] == 0
+    assert len(bench.rows()) == 3
 
 
 def test_ignored_signals_stay_ignored(bench: Bench) -> None:
