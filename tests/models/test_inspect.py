@@ -155,7 +155,7 @@ def test_gemma3s_pattern_is_read_as_transformers_reads_it(
         ("nemotron", {}, "does not hand on"),
         ("gemma4_text", {"num_kv_shared_layers": 0}, "heads differ in number or size"),
         ("phimoe", {"sliding_window": WINDOW}, "its sliding windows"),
-        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, "its sliding win"),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, "its sliding"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name_from_the_config_alone(
