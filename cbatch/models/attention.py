@@ -78,6 +78,9 @@ def paged_attention_forward(
     assert query.shape[0] == 1
     if attention_mask is not None:
         raise _unsupported(module, "builds its own attention mask")
+    cached = paged.key_pages[layer].shape[1::2]
+    if not key.shape[1::2] == value.shape[1::2] == cached:  # kernels would write beyond the pages
+        raise _unsupported(module, "has other keys and values than its config states")
     attended = attend_paged(
         module,
         layer,

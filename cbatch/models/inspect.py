@@ -11,12 +11,14 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from cbatch.config import EngineConfig
-from cbatch.errors import UsageError
+from cbatch.errors import UnsupportedModelError, UsageError
 from cbatch.models.attention import FULL_ATTENTION, SLIDING_ATTENTION
 from cbatch.models.hub import loading
 from cbatch.models.source import ModelSource, resolve_source
 from cbatch.models.support import check_supported
 
+# Families whose windows are in their masks alone, and here there are none.
+TELLS_NO_WINDOW = frozenset({"phimoe", "qwen2_moe"})
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -45,7 +47,14 @@ def inspect_model(config: EngineConfig) -> ModelShape:
     source = resolve_source(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     model_config = load_config(source)
     check_supported(model_config, source)
-    return describe_model(model_config, source, config.max_model_len)
+    shape = describe_model(model_config, source, config.max_model_len)
+    if shape.model_type in TELLS_NO_WINDOW and SLIDING_ATTENTION in shape.layer_types:
+        window = min(window for window in shape.sliding_windows if window is not None)
+        raise UnsupportedModelError(
+            f"'{source.name}' ({shape.model_type}) does not tell its attention of its sliding windows",
+            hint=f"--max-model-len {window} at most, which no window cuts",
+        )
+    return shape
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:

@@ -21,6 +21,17 @@ PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 ALIBI_MODELS = frozenset({"bloom", "mpt"})
 # Multimodal models whose text half was tried on text alone; all others are refused.
 TEXT_OF_MULTIMODAL = frozenset({"gemma3"})
+# Families of transformers that attend in a way of their own; each was seen to give other tokens, or none.
+OWN_ATTENTION = {
+    "diffllama": "attends twice in every layer, to two halves of its values",
+    "doge": "builds its own attention mask",
+    "hrm_text": "runs its layers several times for one token",
+    "jetmoe": "attends to more keys and values than it caches",
+    "llama4_text": "scales its queries by positions that it counts in a cache of its own",
+    "mimo_v2_flash": "has layers whose keys and values differ in number and size",
+    "nemotron": "does not hand on to its layers what they are to attend to",
+}
+PER_LAYER = frozenset({"head_dim", "num_attention_heads", "num_key_value_heads"})
 HINT = "choose a decoder-only text model with ordinary attention layers"
 
 
@@ -61,6 +72,8 @@ def _attention(config: PretrainedConfig, text: PretrainedConfig) -> str | None:
         return "shares keys and values between layers"
     if getattr(text, "use_bidirectional_attention", None):
         return "attends in both directions"
+    if PER_LAYER & set(getattr(text, "per_layer_attributes", None) or ()):
+        return "has layers whose heads differ in number or size"
     return None
 
 
@@ -87,7 +100,7 @@ def _implementation(config: PretrainedConfig, text: PretrainedConfig) -> str | N
     uses_interface = "ALL_ATTENTION_FUNCTIONS" in getsource(sys.modules[model_class.__module__])
     if not uses_interface or not getattr(model_class, "_supports_attention_backend", False):
         return "does not use transformers' attention interface"
-    return None
+    return OWN_ATTENTION.get(text.model_type)
 
 
 _CHECKS: tuple[Callable[[PretrainedConfig, PretrainedConfig], str | None], ...] = (

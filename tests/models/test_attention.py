@@ -167,8 +167,25 @@ def test_a_model_that_ignores_the_window_of_its_config_is_refused() -> None:
         call_with(SLIDING_ATTENTION)
 
 
-def call_with(layer_type: str, *, attention_mask: torch.Tensor | None = None, is_causal: bool = True) -> None:
+@pytest.mark.parametrize(("key", "value"), [((2, 8), (2, 8)), ((1, 8), (1, 4)), ((1, 16), (1, 8))])
+def test_keys_and_values_that_the_pages_do_not_fit_are_refused(key: tuple[int, int], value: tuple[int, int]) -> None:
+    """Kernels would write beyond the pages, into whatever lies there."""
+    with pytest.raises(UnsupportedModelError, match="other keys and values than its config states"):
+        call_with(FULL_ATTENTION, key=key, value=value)
+
+
+def call_with(
+    layer_type: str,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    is_causal: bool = True,
+    key: tuple[int, int] = (1, 8),
+    value: tuple[int, int] = (1, 8),
+) -> None:
+    """Attend as a layer with pages for one head of 8; `key` and `value` are the numbers of heads, and their size."""
     module = torch.nn.Module()
     module.layer_idx, module.is_causal = 0, is_causal
-    tensor = torch.zeros(1, 1, 1, 8)
-    paged_attention_forward(module, tensor, tensor, tensor, attention_mask, paged=PagedStep([], [], [layer_type], {}))
+    query, keys, values = (torch.zeros(1, heads, 1, size) for heads, size in ((1, 8), key, value))
+    pages = [torch.zeros(1, 1, 1, 8)]
+    paged = PagedStep(pages, pages, [layer_type], {})
+    paged_attention_forward(module, query, keys, values, attention_mask, paged=paged)

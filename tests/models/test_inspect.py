@@ -146,6 +146,16 @@ def test_gemma3s_pattern_is_read_as_transformers_reads_it(
         ("mllama", {}, "multimodal"),
         ("qwen2_vl", {}, "does not generate text from text alone"),
         ("clip", {}, "does not generate text from text alone"),
+        ("diffllama", {}, "attends twice"),
+        ("doge", {}, "its own attention mask"),
+        ("hrm_text", {}, "several times"),
+        ("jetmoe", {}, "more keys and values than it caches"),
+        ("llama4_text", {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}, "positions that it counts"),
+        ("mimo_v2_flash", {}, "differ in number and size"),
+        ("nemotron", {}, "does not hand on"),
+        ("gemma4_text", {"num_kv_shared_layers": 0}, "heads differ in number or size"),
+        ("phimoe", {"sliding_window": WINDOW}, "its sliding windows"),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, "its sliding"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name_from_the_config_alone(
@@ -156,6 +166,12 @@ def test_what_cannot_run_is_refused_by_name_from_the_config_alone(
         inspect_model(EngineConfig(model=str(folder)))
     assert raised.value.hint
     assert model_type in raised.value.message
+
+
+def test_a_window_that_attention_is_not_told_of_may_be_one_that_nothing_outgrows(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, "phimoe", sliding_window=WINDOW)
+    shape = inspect_model(EngineConfig(model=str(folder), max_model_len=WINDOW))
+    assert set(shape.sliding_windows) == {None}
 
 
 def test_layer_types_of_another_number_of_layers_are_refused() -> None:
