@@ -342,7 +342,7 @@ JOB_SETTINGS = (
         name="grace",
         target=JobConfig,
         panel=JOB,
-        help="Seconds that running rows get to finish after SIGINT, SIGTERM or SIGUSR1.",
+        help="Seconds that running rows get to finish after the first signal to stop.",
         bounds=Bounds(0, DAY_S),
         metavar="SECONDS",
     ),
