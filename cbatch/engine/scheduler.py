@@ -186,8 +186,7 @@ class Scheduler:
             share = self._share_within_limits(request, plan)
             if share is None:
                 continue
-            num_tokens = share.num_computed_before + share.num_tokens
-            if num_tokens <= request.num_slots or self.cache.extend(request, num_tokens):
+            if self.cache.extend(request, share.num_computed_before + share.num_tokens):
                 self._put(plan, share)
             else:
                 starved.append(request)

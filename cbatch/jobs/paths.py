@@ -48,9 +48,13 @@ class JobPaths:
         for path in (*beside, *map(temporary_path, (self.output, self.report))):
             check_free(path)
         for name in inputs:
-            for path in (self.output, errors_path(self.output), *beside):
-                if is_same_file(name, path):
-                    raise UsageError(f"the input {name} would be overwritten by this job", hint="name another output")
+            if self.holds(name):
+                raise UsageError(f"the input {name} would be overwritten by this job", hint="name another output")
+
+    def holds(self, name: str) -> bool:
+        """Tell whether a file is one that the job writes."""
+        files = (self.output, errors_path(self.output), self.report, self.journal, *self.locks, self.trace)
+        return any(is_same_file(name, path) for path in files)
 
 
 def lock_path(output: Path) -> Path:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from cbatch.compatibility import Facts, check
 from cbatch.config import EngineConfig, JobConfig
-from cbatch.io.atomic import is_same_file, writing
+from cbatch.io.atomic import writing
 from cbatch.jobs.identity import identify_model
 from cbatch.jobs.keys import hash_text, job_identity
 from cbatch.jobs.opening import RowSetup, prepare_rows
-from cbatch.jobs.paths import JobPaths, errors_path
+from cbatch.jobs.paths import JobPaths
 from cbatch.jobs.shards import Shard, parse_shard, parts_folder
 from cbatch.jobs.survey import can_reread
 
@@ -67,6 +67,4 @@ def _is_ours(job: JobConfig, name: str) -> bool:
     paths, parts = JobPaths.of(job.output, job.checkpoint_dir), parts_folder(Path(job.output))
     if not paths.journal.exists() and not parts.exists():  # a file of the output's name is somebody else's
         return False
-    files = (paths.output, errors_path(paths.output), paths.report, paths.journal)
-    is_part = Path(os.path.realpath(name)).is_relative_to(os.path.realpath(parts))
-    return is_part or any(is_same_file(name, path) for path in files)
+    return paths.holds(name) or Path(os.path.realpath(name)).is_relative_to(os.path.realpath(parts))

@@ -66,6 +66,22 @@ def run(loaded: LoadedModel, prompts: list[Prompt], **settings: object) -> tuple
     return [(output.token_ids, output.logprobs and output.logprobs.tokens) for output in outputs], engine
 
 
+@pytest.mark.parametrize(("most_bytes", "most_rows"), [(64 << 20, 200), (100 * 20 * 4, 17), (0, 2)])
+def test_products_are_compared_up_to_what_small_memory_holds(
+    monkeypatch: pytest.MonkeyPatch, most_bytes: int, most_rows: int
+) -> None:
+    counts = []
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        counts.append(len(x))
+        return x.sum(dim=1, keepdim=True).expand(-1, 100)
+
+    monkeypatch.setattr(determinism, "MAX_CHECKED_BYTES", most_bytes)
+    assert determinism._holds(determinism._Product(multiply, 100, 8, torch.float32), 1)
+    assert max(counts) == most_rows
+    assert len(set(counts)) >= 2, "or nothing is compared"
+
+
 def test_tokens_and_scores_are_the_same_to_the_bit(loaded: LoadedModel) -> None:
     prompts = make_prompts()
     expected, _ = run(loaded, prompts)

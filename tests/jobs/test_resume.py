@@ -258,6 +258,15 @@ def test_a_pattern_that_matches_the_jobs_own_files_means_its_input(
         bench.run(inputs=(pattern,), output="other.jsonl", restart=True)
 
 
+def test_a_pattern_does_not_mean_the_jobs_trace_either(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.write(prompts(3))
+    monkeypatch.chdir(bench.path)
+    for _ in range(2):
+        summary = bench.run(inputs=("*.jsonl*",), output="out.jsonl", trace=True)
+        assert (summary.exit_code, summary.report["rows"]) == (0, 3)
+    assert (bench.path / "out.jsonl.trace.jsonl.gz").exists()
+
+
 def test_an_output_of_unknown_origin_is_not_overwritten(bench: Bench) -> None:
     bench.write(prompts(3))
     bench.output.write_text("precious\n")

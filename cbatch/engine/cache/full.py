@@ -94,7 +94,7 @@ class FullAttentionCacheAllocator:
         return -(-num_tokens // self.page_size)  # called for every request of every step
 
     def read_window(self, table: BlockTable, num_computed: int, num_tokens: int) -> ReadWindow:
-        num_blocks = ceil_div(num_tokens, self.page_size)
+        num_blocks = self.num_blocks_read(num_computed, num_tokens)
         return ReadWindow(table if len(table) == num_blocks else table[:num_blocks], 0)
 
     def num_wasted_slots(self, table: BlockTable, num_computed: int) -> int:
