@@ -98,6 +98,10 @@ def run_job(
 
 
 def _load_engine(config: EngineConfig) -> BatchEngine:
+    from cbatch.models.lean_import import import_modeling
+
+    if not config.trust_remote_code:  # which may want what is left out
+        import_modeling()  # before any of our own modules imports it whole
     from cbatch.engine.engine import Engine
 
     return Engine.load(config)
