@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import lru_cache
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -29,6 +30,8 @@ class ConsoleConfig:
     verbose: bool = False
     debug: bool = False
 
+
+PATHS = ("FILE", "FOLDER", "OUT")  # how the help spells a value that names one
 
 _ROW_PARAMS = {param.name: param for param in PARAMS}
 _hints = lru_cache(get_type_hints)
@@ -168,6 +171,8 @@ class Setting:
             fits = value != ""
         if not fits:
             raise self._refuse(spelled, value)
+        if self.metavar in PATHS and isinstance(value, str) and value.startswith("~/"):
+            return str(Path(value).expanduser())  # no shell does it for --output=~/out.jsonl, nor for a TOML file
         return value
 
     def _refuse(self, spelled: str, value: object) -> UsageError:

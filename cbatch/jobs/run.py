@@ -98,6 +98,10 @@ def run_job(
 
 
 def _load_engine(config: EngineConfig) -> BatchEngine:
+    from cbatch.models.source import resolve_source
+
+    # a name that is wrong is refused before torch is imported, which takes seconds
+    resolve_source(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     from cbatch.models.lean_import import import_modeling
 
     if not config.trust_remote_code:  # which may want what is left out

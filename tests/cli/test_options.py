@@ -258,3 +258,20 @@ def test_the_reference_is_what_the_code_says() -> None:
     spec.loader.exec_module(module)
     assert (ROOT / "docs" / "reference.md").read_text(encoding="utf-8") == module.render(), "run `make docs`"
     assert all(f"`{option}`" in module.render() for option in BY_OPTION)
+
+
+@pytest.mark.parametrize("source", ["command line", "file"])
+def test_a_tilde_is_the_home_folder_where_no_shell_expands_it(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--output=~/out.jsonl` reaches the program as it stands, and so does what a TOML file says."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = ["--output=~/mine.jsonl", "--checkpoint-dir=~/kept", "--stop=~"]
+    if source == "file":
+        (tmp_path / "job.toml").write_text('output = "~/mine.jsonl"\ncheckpoint_dir = "~/kept"\nstop = ["~"]\n')
+        options = read_options(["in.jsonl"], str(tmp_path / "job.toml"), {"model": "m"})
+    else:
+        options = parse(*given, monkeypatch=monkeypatch)
+    assert options.job.output == str(tmp_path / "mine.jsonl")
+    assert options.job.checkpoint_dir == str(tmp_path / "kept")
+    assert options.job.sampling["stop"] == ("~",), "a text that is not a path stays"

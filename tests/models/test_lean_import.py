@@ -54,3 +54,19 @@ whole = sys.modules["torch._dynamo"]
 import_modeling()
 assert sys.modules["torch._dynamo"] is whole and "torch._dynamo.symbolic_convert" in sys.modules
 """)
+
+
+def test_a_model_that_is_not_there_is_refused_before_torch_is_imported() -> None:
+    python("""
+import sys
+from cbatch.config import EngineConfig
+from cbatch.errors import UsageError
+from cbatch.jobs.run import _load_engine
+try:
+    _load_engine(EngineConfig(model="./gone"))
+except UsageError as error:
+    assert "no model folder" in str(error)
+else:
+    raise AssertionError("not refused")
+assert "torch" not in sys.modules
+""")
