@@ -91,13 +91,29 @@ def takes_one_call(model_type: str, dtype: torch.dtype, device: torch.device) ->
 
 def head_copy_bytes(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> int:
     """Count the bytes of a head that is packed while the embedding, whose weight it shares, stays as it is."""
-    if patch_refusal(shape.model_type, dtype, device) is not None or not shape.shares_embedding:
+    if not shape.shares_embedding or not _packs_all(shape, dtype, device):
         return 0
+    item = torch.bfloat16 if _halves(shape, dtype, device) else dtype
+    return shape.vocab_size * shape.hidden_size * item.itemsize
+
+
+def packed_bytes(loaded_bytes: int, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> int:
+    """Count the bytes of a model's weights once it is patched, of how many they are as they are loaded."""
+    patched = loaded_bytes
+    if _packs_all(shape, dtype, device) and _halves(shape, dtype, device):
+        embedding = shape.vocab_size * shape.hidden_size * dtype.itemsize
+        patched -= (loaded_bytes - embedding) * (dtype.itemsize - torch.bfloat16.itemsize) // dtype.itemsize
+    return patched + head_copy_bytes(shape, dtype, device)
+
+
+def _packs_all(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> bool:
     projections = choose_projections(dtype, device)
-    if isinstance(projections, str) or not projections.takes_all:
-        return 0
-    halves = isinstance(projections, CompiledProjections) and shape.checkpoint_dtype == "bfloat16"
-    return shape.vocab_size * shape.hidden_size * (torch.bfloat16 if halves else dtype).itemsize
+    return shape.model_type in FAMILIES and not isinstance(projections, str) and projections.takes_all
+
+
+def _halves(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> bool:
+    """Tell whether weights are kept in bfloat16, which loses nothing of what the checkpoint says."""
+    return shape.checkpoint_dtype == "bfloat16" and isinstance(choose_projections(dtype, device), CompiledProjections)
 
 
 @torch.inference_mode()

@@ -24,6 +24,7 @@ from cbatch.jobs.totals import count_error
 from cbatch.models.inspect import inspect_model
 from cbatch.models.memory import FreeMemory, free_memory
 from cbatch.models.outline import ModelOutline, outline_model
+from cbatch.models.patch import packed_bytes
 from cbatch.models.source import resolve_source
 from cbatch.models.weights import weight_bytes
 from cbatch.planning import fields
@@ -110,7 +111,9 @@ def plan_job(job: JobConfig, config: EngineConfig, calibration: str | None, tick
     check_config(config, shape)
     outline = outline_model(config, shape)
     source = resolve_source(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
-    weights, memory = weight_bytes(source, outline.dtype), free_memory(outline.device)
+    memory = free_memory(outline.device)
+    if (weights := weight_bytes(source, outline.dtype)) is not None:
+        weights = packed_bytes(weights, shape, outline.dtype, outline.device)
     plan, misfit = _plan_engine(config, outline, replace(memory, num_bytes=max(0, memory.num_bytes - (weights or 0))))
     look = _Look(setup, config, outline, plan, rates)
     look.run(tick)

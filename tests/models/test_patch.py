@@ -17,8 +17,11 @@ from cbatch.models import patch
 from cbatch.models.fused import FusedRMSNorm
 from cbatch.models.inspect import inspect_model
 from cbatch.models.load import LoadedModel, load_model
-from cbatch.models.patch import FAMILIES, PatchDiffersError, head_copy_bytes, patch_refusal
+from cbatch.models.patch import FAMILIES, PatchDiffersError, head_copy_bytes, packed_bytes, patch_refusal
 from cbatch.models.projections import CompiledProduct
+from cbatch.models.source import resolve_source
+from cbatch.models.weights import weight_bytes
+from tests.engine.measure_memory import weight_bytes as measured_bytes
 from tests.tiny_models import FAMILIES as TINY
 from tests.tiny_models import build_tiny, build_tiny_model
 
@@ -82,6 +85,10 @@ def test_what_a_packed_head_takes_beside_the_embedding_is_known_before(stored: s
     assert head.layer.panels.dtype == getattr(torch, stored)
     expected = head.layer.panels.itemsize * head.shape[0] * head.shape[1] if tied else 0
     assert head_copy_bytes(loaded.shape, loaded.dtype, loaded.device) == expected
+    before = weight_bytes(resolve_source(str(folder)), loaded.dtype)
+    assert before is not None
+    after = packed_bytes(before, loaded.shape, loaded.dtype, loaded.device)
+    assert after == pytest.approx(measured_bytes(loaded.model), rel=0.03), "but for norms and padding"
 
 
 def test_an_activation_that_cannot_be_fused_leaves_the_mlps(tmp_path: Path) -> None:
