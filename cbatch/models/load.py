@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from cbatch_kernels import dispatch
+from cbatch_kernels.tuned_choices import ModelSizes
 from torch import nn
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
@@ -62,7 +63,8 @@ def load_model(config: EngineConfig, shape: ModelShape) -> LoadedModel:
         del model  # before it is in memory twice
         model = load()
     trim_heap()
-    dispatch.tune(outline.device, outline.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    sizes = ModelSizes(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.hidden_size, shape.intermediate_size)
+    dispatch.tune(outline.device, outline.dtype, sizes)
     known = {field.name: getattr(outline, field.name) for field in fields(outline)}
     known |= {"patched": bool(patched.value), "patched_reason": patched.reason}
     known["in_one_call"] = any(isinstance(module, FusedDecoder) for module in model.modules())

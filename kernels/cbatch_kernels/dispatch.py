@@ -30,6 +30,7 @@ from cbatch_kernels.metadata import PagedMetadata
 from cbatch_kernels.paged_attention import paged_attention_ref
 from cbatch_kernels.rms_norm import rms_norm_compiled, rms_norm_ref, takes_compiled_rms_norm
 from cbatch_kernels.rope_cache_write import rope_cache_write_compiled, rope_cache_write_ref, takes_compiled_rope
+from cbatch_kernels.tuned_choices import ModelSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,12 @@ def choose_attention(
     return AttentionChoice("PyTorch in a fixed order" if fixed_order else "PyTorch reference", reason, gathers=True)
 
 
-def tune(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+def tune(device: torch.device, dtype: torch.dtype, sizes: ModelSizes) -> None:
     """Time the kernels' configurations for a model, where that was not done before; nothing on a CPU."""
-    if device.type == "cuda" and uses_triton(device) and head_dim <= LARGEST_TRITON_HEAD:
+    if device.type == "cuda" and uses_triton(device) and sizes.head_dim <= LARGEST_TRITON_HEAD:
         from cbatch_kernels import triton_tuning
 
-        triton_tuning.tune(device, dtype, heads, kv_heads, head_dim)
+        triton_tuning.tune(device, dtype, sizes)
 
 
 def takes_shared_prefixes(device: torch.device, head_dim: int) -> bool:

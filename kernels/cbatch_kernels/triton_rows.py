@@ -1,7 +1,7 @@
 """Operations over the rows of a batch in Triton, for CUDA devices, and for CPUs under Triton's interpreter.
 
-Shapes as in the op of each name: `rms_norm`, `rope_cache_write`, `cache_write`, `gated`. Called by `dispatch`. Leaves
-out which implementation runs.
+Shapes as in the op of each name: `rms_norm`, `rope_cache_write`, `cache_write`, `gated`. Called by `dispatch`. `choice`
+is as in `row_choice`, asked where none is given. Leaves out which implementation runs.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from cbatch_kernels.triton_kernels import rows
 from cbatch_kernels.triton_launch import launch
+from cbatch_kernels.triton_tiles import row_choice
+from cbatch_kernels.tuned_choices import Values
 
-GATE_BLOCK = 1024  # elements of a row that a program takes
-MIN_BLOCK = 16
 
-
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, choice: Values | None = None) -> Tensor:
     """Normalise rows; as the reference."""
     assert weight.dtype == torch.float32
     assert weight.is_contiguous()
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     hidden = x.shape[-1]
     rows_per_token = x.shape[1] if x.ndim == 3 else 1
+    (num_warps,) = choice or row_choice("rms_norm", x.device, x.dtype, hidden)
     if x.numel() > 0:
         launch(
             rows.rms_norm,
@@ -38,16 +38,18 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             HIDDEN=hidden,
             HIDDEN_PAD=_pad(hidden),
             ROWS_PER_TOKEN=rows_per_token,
+            num_warps=num_warps,
         )
     return result
 
 
-def activate_and_multiply_triton(x: Tensor, activation: str) -> Tensor:
+def activate_and_multiply_triton(x: Tensor, activation: str, choice: Values | None = None) -> Tensor:
     """Activate the first half of each row and multiply it by the second; as the reference."""
     assert x.stride(1) == 1
     num_tokens, width = x.shape[0], x.shape[1] // 2
     result = x.new_empty(num_tokens, width)
-    block = min(GATE_BLOCK, _pad(width))
+    most, num_warps = choice or row_choice("activate_and_multiply", x.device, x.dtype, width)
+    block = min(most, _pad(width))
     if num_tokens > 0:
         launch(
             rows.activate_and_multiply,
@@ -58,6 +60,7 @@ def activate_and_multiply_triton(x: Tensor, activation: str) -> Tensor:
             WIDTH=width,
             BLOCK=block,
             ACTIVATION=activation,
+            num_warps=num_warps,
         )
     return result
 
@@ -71,11 +74,12 @@ def rope_cache_write_triton(
     key_pages: Tensor,
     value_pages: Tensor,
     slot_mapping: Tensor,
+    choice: Values | None = None,
 ) -> None:
     """Rotate and write; as the reference, but that the key's own tensor stays as it is."""
     assert cos.stride() == sin.stride()
     assert cos.stride(-1) == 1
-    _write(query, key, value, (cos, sin), key_pages, value_pages, slot_mapping)
+    _write(query, key, value, (cos, sin), key_pages, value_pages, slot_mapping, choice)
 
 
 def cache_write_triton(
@@ -98,8 +102,10 @@ def _write(
     key_pages: Tensor,
     value_pages: Tensor,
     slot_mapping: Tensor,
+    choice: Values | None = None,
 ) -> None:
     num_tokens, kv_heads, head_dim = key.shape
+    (num_warps,) = choice or row_choice("rope_cache_write", key.device, key.dtype, head_dim)
     num_heads = query.shape[1] if query is not None else 0
     cos, sin = angles if angles is not None else (key, key)  # which are not read
     rotary_dim = cos.shape[1] if angles is not None else 0
@@ -127,6 +133,7 @@ def _write(
         HALF_PAD=_pad(max(1, rotary_dim // 2)),
         HEAD_PAD=_pad(head_dim),
         PAGE_SIZE=key_pages.shape[2],
+        num_warps=num_warps,
     )
 
 

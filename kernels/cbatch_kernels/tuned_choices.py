@@ -16,11 +16,28 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 Values = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What of a model decides which configurations are fastest."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int  # of an MLP
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, KV heads, and the width of either."""
+        return self.num_heads, self.num_kv_heads, self.head_dim
 
 
 class TunedChoices:

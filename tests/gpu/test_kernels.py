@@ -18,6 +18,7 @@ from cbatch_kernels.metadata import PagedMetadata
 from cbatch_kernels.rms_norm import rms_norm_ref
 from cbatch_kernels.rope_cache_write import rope_cache_write_ref
 from cbatch_kernels.shared_prefix import SharedPrefixes, find_groups
+from cbatch_kernels.tuned_choices import ModelSizes
 
 from tests.kernels.draws import ROWS, assert_drawn, make_rules
 from tests.kernels.oracle import TOLERANCE, Case, Variant, attend, build_case, run
@@ -108,14 +109,14 @@ def test_tiles_that_are_timed_are_kept_and_give_what_the_oracle_gives(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     triton_tiles.choices_for_card.cache_clear()
-    dispatch.tune(torch.device(CUDA), torch.bfloat16, 32, 8, 128)
+    dispatch.tune(torch.device(CUDA), torch.bfloat16, ModelSizes(32, 8, 128, hidden=4096, intermediate=14336))
     (file,) = (tmp_path / "cbatch").glob("triton-choices-*.json")
-    assert len(json.loads(file.read_text())) == 3
+    assert len(json.loads(file.read_text())) == 7
     variant = Variant(num_heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, scaling=128**-0.5)
     case = build_case(variant, MIXED)
     result = run(on_device(case), variant).cpu().double()
     torch.testing.assert_close(result, attend(case, variant), atol=3e-2, rtol=3e-2)
-    for cached in (triton_tiles.choices_for_card, triton_tiles.tiles_for, triton_tiles.draw_block):
+    for cached in (triton_tiles.choices_for_card, triton_tiles.tiles_for, triton_tiles.row_choice):
         cached.cache_clear()
 
 

@@ -21,16 +21,18 @@ import numpy as np
 import torch
 import triton
 from cbatch_kernels import triton_attention, triton_rows, triton_sampling
-from cbatch_kernels.draw_tokens import DrawRules
 from cbatch_kernels.linear import Activation
 from cbatch_kernels.metadata import PagedMetadata
 from cbatch_kernels.shared_prefix import SharedPrefixes
+from cbatch_kernels.triton_tiles import Tiles, candidates, row_candidates
+from cbatch_kernels.triton_tuning import row_steps
+from cbatch_kernels.tuned_choices import ModelSizes
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 WARP_SIZE = 32
 PROCESSORS = 132
-WIDEST = 8192  # hidden size
+WIDEST = ModelSizes(64, 8, 128, hidden=8192, intermediate=28672)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # heads, KV heads, head_dim, window, soft-cap, sinks: as in Llama, Mistral, SmolLM2, GPT-OSS, Gemma 2
@@ -98,14 +100,19 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
             yield f"{model} over {batch}", partial(attend, torch.bfloat16, model, batch)
         if model[3] is None:
             yield f"{model} over a shared prefix", partial(attend, torch.bfloat16, model, BATCHES[1], shares=True)
+    for head_dim in (64, 128, 256):
+        for single in (True, False):
+            for tiles in candidates(torch.bfloat16, head_dim, single=single)[1:]:
+                model = (8, 4, head_dim, None, None, False)
+                yield f"{tiles}", partial(attend, torch.bfloat16, model, BATCHES[1 if single else 2], tiles=tiles)
     yield "float32 over a shared prefix", partial(attend, torch.float32, MODELS[0], BATCHES[1], shares=True)
     yield "float32", partial(attend, torch.float32, MODELS[0], BATCHES[2])
     yield "float16", partial(attend, torch.float16, MODELS[0], BATCHES[2])
     for dtype in DTYPES:
-        x, weight = empty(64, WIDEST, dtype=dtype), empty(WIDEST, dtype=torch.float32)
-        yield f"{dtype}", partial(triton_rows.rms_norm_triton, x, weight, 1e-5)
+        for op, width, make in row_steps(torch.device("meta"), dtype, WIDEST):
+            for choice in row_candidates(op, width)[: None if dtype == torch.bfloat16 else 1]:
+                yield f"{dtype} {width} {choice}", partial(make(), choice)
         yield f"{dtype}", partial(write, dtype)
-        yield f"{dtype}", partial(draw, dtype)
     for activation in get_args(Activation):
         x = empty(64, 28672, dtype=torch.bfloat16)
         yield activation, partial(triton_rows.activate_and_multiply_triton, x, activation)
@@ -115,7 +122,14 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def attend(dtype: torch.dtype, model: tuple[Any, ...], batch: tuple[int, int, int], *, shares: bool = False) -> None:
+def attend(
+    dtype: torch.dtype,
+    model: tuple[Any, ...],
+    batch: tuple[int, int, int],
+    *,
+    shares: bool = False,
+    tiles: Tiles | None = None,
+) -> None:
     heads, kv_heads, head_dim, window, softcap, has_sinks = model
     rows, query_len, context = batch
     pages = empty(9999, kv_heads, 16, head_dim, dtype=dtype)
@@ -131,20 +145,13 @@ def attend(dtype: torch.dtype, model: tuple[Any, ...], batch: tuple[int, int, in
         sliding_window=window,
         softcap=softcap,
         sinks=empty(heads, dtype=dtype) if has_sinks else None,
+        tiles=tiles,
     )
 
 
 def write(dtype: torch.dtype) -> None:
-    query, key = empty(64, 32, 128, dtype=dtype), empty(64, 8, 128, dtype=dtype)
-    angles, pages = empty(64, 128, dtype=dtype), empty(9999, 8, 16, 128, dtype=dtype)
-    slots = empty(64, dtype=torch.int64)
-    triton_rows.rope_cache_write_triton(query, key, key, angles, angles, pages, pages, slots)
-    triton_rows.cache_write_triton(key, key, pages, pages, slots)
-
-
-def draw(dtype: torch.dtype) -> None:
-    rules = DrawRules(*np.zeros((5, 64), dtype=np.float64))
-    triton_sampling.draw_tokens_triton(empty(64, 128256, dtype=dtype), rules)
+    key, pages = empty(64, 8, 128, dtype=dtype), empty(9999, 8, 16, 128, dtype=dtype)
+    triton_rows.cache_write_triton(key, key, pages, pages, empty(64, dtype=torch.int64))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def test_every_rule_by_itself_and_with_others(
     if way == "interpreted":
         from cbatch_kernels import triton_sampling
 
-        monkeypatch.setattr(triton_sampling, "draw_block", lambda *_: (block, 4))
+        monkeypatch.setattr(triton_sampling, "row_choice", lambda *_: (block, 4))
     generator = torch.Generator().manual_seed(vocab)
     rng = np.random.default_rng(vocab)
     # As a model gives them: more columns than there are tokens to choose from.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cbatch_kernels.tuned_choices import TunedChoices, Values
+from cbatch_kernels.tuned_choices import ModelSizes, TunedChoices, Values
 
 from tests.kernels.oracle import TOLERANCE, Variant, attend, build_case
 
@@ -16,6 +16,8 @@ from cbatch_kernels import triton_attention, triton_tiles, triton_tuning
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPE = (32, 8, 64)
+SIZES = ModelSizes(*SHAPE, hidden=2048, intermediate=8192)
+SMALL = ModelSizes(4, 2, 16, hidden=24, intermediate=40)
 BF16 = torch.bfloat16
 
 
@@ -69,22 +71,47 @@ def test_float32_and_the_interpreter_keep_to_the_fixed_tiles(
 ) -> None:
     triton_tuning.tune_tiles(TunedChoices(None), CUDA, torch.float32, SHAPE, lambda _: 1.0)
     monkeypatch.setattr(triton_tuning, "is_interpreted", lambda: True)
-    triton_tuning.tune(CUDA, BF16, *SHAPE)
+    triton_tuning.tune(CUDA, BF16, SIZES)
     assert timed == []
 
 
-def test_drawing_is_timed_once_and_the_fastest_way_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("op", triton_tiles.ROW_CANDIDATES)
+def test_rows_of_each_width_are_timed_once_and_the_fastest_way_taken(
+    op: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     file, ran = tmp_path / "choices.json", []
-    monkeypatch.setattr(triton_tuning, "DRAWN", (2, 8))
-    monkeypatch.setattr(triton_tuning, "draw_tokens_triton", lambda _logits, _rules, block: ran.append(block))
+    width = 1 << 20
     for _ in range(2):
-        triton_tuning.tune_drawing(TunedChoices(file), CPU, BF16, lambda call: [call(), -len(ran)][1])
-    assert ran == list(triton_tiles.DRAW_CANDIDATES)
+        steps = iter([(op, 64, lambda: ran.append), (op, width, lambda: ran.append)])
+        triton_tuning.tune_rows(TunedChoices(file), BF16, steps, lambda call: [call(), -len(ran)][1])
+    narrow, wide = (triton_tiles.row_candidates(op, each) for each in (64, width))
+    assert ran == [*narrow, *wide]
+    assert len(narrow) > 1
     monkeypatch.setattr(triton_tiles, "choices_of", lambda _: TunedChoices(file))
-    triton_tiles.draw_block.cache_clear()
-    assert triton_tiles.draw_block(CUDA, BF16) == triton_tiles.DRAW_CANDIDATES[-1]
-    assert triton_tiles.draw_block(CPU, BF16) == triton_tiles.DRAW_CANDIDATES[0]
-    triton_tiles.draw_block.cache_clear()
+    triton_tiles.row_choice.cache_clear()
+    assert triton_tiles.row_choice(op, CUDA, BF16, 64) == narrow[-1]
+    assert triton_tiles.row_choice(op, CUDA, BF16, 65) == narrow[0], "for another model"
+    assert triton_tiles.row_choice(op, CPU, BF16, 64) == narrow[0]
+    triton_tiles.row_choice.cache_clear()
+
+
+def test_a_row_is_not_given_fewer_warps_than_hold_it() -> None:
+    assert triton_tiles.row_candidates("rms_norm", 4096) == [(4,), (2,), (8,), (16,)]
+    assert triton_tiles.row_candidates("rms_norm", 16384) == [(4,), (8,), (16,)]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_what_is_timed_of_rows_runs_in_every_way_and_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_tuning, "ROWS", triton_tuning.PAGE_SIZE)
+    monkeypatch.setattr(triton_tuning, "DRAWN", 100)
+    timed = set()
+    for op, width, make in triton_tuning.row_steps(CPU, torch.float32, SMALL):
+        timed.add((op, width))
+        first, *others = (make()(values) for values in triton_tiles.row_candidates(op, width))
+        for other in others:
+            torch.testing.assert_close(other, first)
+    assert {op for op, _ in timed} == set(triton_tiles.ROW_CANDIDATES)
+    assert {width for op, width in timed if op == "rms_norm"} == {SMALL.hidden, SMALL.head_dim}
 
 
 @pytest.mark.usefixtures("interpreted")
