@@ -24,17 +24,9 @@ def attend(
     sinks_ptr,
     first_sequence,
     end_sequence,
-    query_token_stride,
-    query_head_stride,
-    query_dim_stride,
-    key_page_stride,
-    key_head_stride,
-    key_slot_stride,
-    key_dim_stride,
-    value_page_stride,
-    value_head_stride,
-    value_slot_stride,
-    value_dim_stride,
+    query_strides,  # of token, head, dimension
+    key_strides,  # of page, head, slot, dimension
+    value_strides,
     table_stride,
     scaling,
     softcap,
@@ -59,20 +51,11 @@ def attend(
     sequence, first_query, num_queries, tile = find_tile(cu_seqlens_ptr, first_sequence, end_sequence, QUERY_TILE)
     if tile >= num_queries:
         return
-    context_len = tl.load(context_lens_ptr + sequence)
-    rows, dims = tl.arange(0, QUERY_TILE * GROUP_PAD), tl.arange(0, HEAD_PAD)
-    tokens, group_heads = tile + rows // GROUP_PAD, rows % GROUP_PAD
-    is_row = (tokens < num_queries) & (group_heads < GROUP)
-    is_dim = dims < HEAD_DIM
-    heads = kv_head * GROUP + group_heads
+    tokens, heads, is_row = find_rows(tile, num_queries, kv_head, QUERY_TILE, GROUP, GROUP_PAD)
     tokens_at = (first_query + tokens).to(tl.int64)
-    query_at = tokens_at * query_token_stride + heads * query_head_stride
-    query = tl.load(
-        query_ptr + query_at[:, None] + dims[None, :] * query_dim_stride,
-        mask=is_row[:, None] & is_dim[None, :],
-        other=0.0,
-    )
+    query = load_queries(query_ptr, tokens_at, heads, is_row, query_strides, HEAD_DIM, HEAD_PAD)
 
+    context_len = tl.load(context_lens_ptr + sequence)
     first_position = context_len - num_queries
     first_key = 0
     if WINDOW > 0:
@@ -83,13 +66,13 @@ def attend(
     begin, end = find_span(first_key // KEY_BLOCK * KEY_BLOCK, end_key, part, NUM_SPANS, KEY_BLOCK)
     peak, total, result = walk_keys(
         query,
-        key_ptr + kv_head * key_head_stride,
-        value_ptr + kv_head * value_head_stride,
+        key_ptr + kv_head * key_strides[1],
+        value_ptr + kv_head * value_strides[1],
         tables_ptr + sequence * table_stride,
         first_position + tokens,
         (begin, end, first_key, end_key),
-        (key_page_stride, key_slot_stride, key_dim_stride),
-        (value_page_stride, value_slot_stride, value_dim_stride),
+        key_strides,
+        value_strides,
         scaling,
         softcap,
         HEAD_DIM,
@@ -109,11 +92,7 @@ def attend(
         if HAS_SINKS:
             total, result = add_sinks(peak, total, result, tl.load(sinks_ptr + heads, mask=is_row, other=0.0))
         result = result / tl.where(is_row, total, 1.0)[:, None]
-    tl.store(
-        result_ptr + (results_at * HEAD_DIM)[:, None] + dims[None, :],
-        result.to(result_ptr.dtype.element_ty),
-        mask=is_row[:, None] & is_dim[None, :],
-    )
+    store_results(result_ptr, results_at, result, is_row, HEAD_DIM, HEAD_PAD)
 
 
 @triton.jit
@@ -129,17 +108,9 @@ def attend_prefixes(
     prefix_lens_ptr,  # int32 [groups]
     tables_ptr,
     num_groups,
-    query_token_stride,
-    query_head_stride,
-    query_dim_stride,
-    key_page_stride,
-    key_head_stride,
-    key_slot_stride,
-    key_dim_stride,
-    value_page_stride,
-    value_head_stride,
-    value_slot_stride,
-    value_dim_stride,
+    query_strides,  # of token, head, dimension
+    key_strides,  # of page, head, slot, dimension
+    value_strides,
     table_stride,
     scaling,
     softcap,
@@ -160,30 +131,22 @@ def attend_prefixes(
     group, first_member, num_members, tile = find_tile(cu_members_ptr, 0, num_groups, ROW_TILE)
     if tile >= num_members:
         return
+    members, heads, is_row = find_rows(tile, num_members, kv_head, ROW_TILE, GROUP, GROUP_PAD)
+    tokens_at = tl.load(members_ptr + first_member + members, mask=is_row, other=0).to(tl.int64)
+    query = load_queries(query_ptr, tokens_at, heads, is_row, query_strides, HEAD_DIM, HEAD_PAD)
+
     prefix_len = tl.load(prefix_lens_ptr + group)
     table = tl.load(members_ptr + first_member).to(tl.int64) * table_stride  # any member's will do
-    rows, dims = tl.arange(0, ROW_TILE * GROUP_PAD), tl.arange(0, HEAD_PAD)
-    members, group_heads = tile + rows // GROUP_PAD, rows % GROUP_PAD
-    is_row = (members < num_members) & (group_heads < GROUP)
-    is_dim = dims < HEAD_DIM
-    heads = kv_head * GROUP + group_heads
-    tokens_at = tl.load(members_ptr + first_member + members, mask=is_row, other=0).to(tl.int64)
-    query_at = tokens_at * query_token_stride + heads * query_head_stride
-    query = tl.load(
-        query_ptr + query_at[:, None] + dims[None, :] * query_dim_stride,
-        mask=is_row[:, None] & is_dim[None, :],
-        other=0.0,
-    )
     begin, end = find_span(0, prefix_len, part, NUM_SPANS, KEY_BLOCK)
     peak, total, result = walk_keys(
         query,
-        key_ptr + kv_head * key_head_stride,
-        value_ptr + kv_head * value_head_stride,
+        key_ptr + kv_head * key_strides[1],
+        value_ptr + kv_head * value_strides[1],
         tables_ptr + table,
-        tl.zeros_like(rows) + prefix_len,
+        tl.zeros_like(members) + prefix_len,
         (begin, end, 0, prefix_len),
-        (key_page_stride, key_slot_stride, key_dim_stride),
-        (value_page_stride, value_slot_stride, value_dim_stride),
+        key_strides,
+        value_strides,
         scaling,
         softcap,
         HEAD_DIM,
@@ -197,11 +160,7 @@ def attend_prefixes(
     results_at = (tokens_at * tl.num_programs(1) * GROUP + heads) * ALL_SPANS + part
     tl.store(peak_ptr + results_at, peak, mask=is_row)
     tl.store(total_ptr + results_at, total, mask=is_row)
-    tl.store(
-        partial_ptr + (results_at * HEAD_DIM)[:, None] + dims[None, :],
-        result,
-        mask=is_row[:, None] & is_dim[None, :],
-    )
+    store_results(partial_ptr, results_at, result, is_row, HEAD_DIM, HEAD_PAD)
 
 
 @triton.jit
@@ -212,7 +171,7 @@ def walk_keys(
     table_ptr,  # the sequence's
     positions,
     span,  # begin, end; and, beyond these, the first key that is seen and the end of those
-    key_strides,  # of page, slot, dimension
+    key_strides,
     value_strides,
     scaling,
     softcap,
@@ -226,8 +185,6 @@ def walk_keys(
 ):
     """Attend to a span of keys: the largest score of each row, the sum of its weights, their values."""
     begin, end, first_key, end_key = span
-    key_page_stride, key_slot_stride, key_dim_stride = key_strides
-    value_page_stride, value_slot_stride, value_dim_stride = value_strides
     dims = tl.arange(0, query.shape[1])
     is_dim = dims < HEAD_DIM
     peak = tl.full([query.shape[0]], float("-inf"), tl.float32)
@@ -237,16 +194,16 @@ def walk_keys(
         keys = at + tl.arange(0, KEY_BLOCK)
         is_key = (keys >= first_key) & (keys < end_key)
         pages = tl.load(table_ptr + keys // PAGE_SIZE, mask=is_key, other=0).to(tl.int64)
-        key_at = pages * key_page_stride + keys % PAGE_SIZE * key_slot_stride
-        value_at = pages * value_page_stride + keys % PAGE_SIZE * value_slot_stride
+        key_at = pages * key_strides[0] + keys % PAGE_SIZE * key_strides[2]
+        value_at = pages * value_strides[0] + keys % PAGE_SIZE * value_strides[2]
         # What no token was written to may hold anything: it is not read.
         key = tl.load(
-            key_ptr + key_at[None, :] + dims[:, None] * key_dim_stride,
+            key_ptr + key_at[None, :] + dims[:, None] * key_strides[3],
             mask=is_key[None, :] & is_dim[:, None],
             other=0.0,
         )
         value = tl.load(
-            value_ptr + value_at[:, None] + dims[None, :] * value_dim_stride,
+            value_ptr + value_at[:, None] + dims[None, :] * value_strides[3],
             mask=is_key[:, None] & is_dim[None, :],
             other=0.0,
         )
@@ -287,6 +244,35 @@ def find_tile(cu_seqlens_ptr, first_sequence, end_sequence, QUERY_TILE: tl.const
     num_queries = tl.load(cu_seqlens_ptr + low + 1) - first_query
     skipped = (first_query - base) // QUERY_TILE + low - first_sequence
     return low, first_query, num_queries, (wanted - skipped) * QUERY_TILE
+
+
+@triton.jit
+def find_rows(tile, num_tokens, kv_head, TILE: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr):
+    """Lay a tile out in rows, its tokens times the query heads of a KV head: token, head, and whether it is one."""
+    rows = tl.arange(0, TILE * GROUP_PAD)
+    tokens, group_heads = tile + rows // GROUP_PAD, rows % GROUP_PAD
+    return tokens, kv_head * GROUP + group_heads, (tokens < num_tokens) & (group_heads < GROUP)
+
+
+@triton.jit
+def load_queries(query_ptr, tokens_at, heads, is_row, strides, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr):
+    dims = tl.arange(0, HEAD_PAD)
+    query_at = tokens_at * strides[0] + heads * strides[1]
+    return tl.load(
+        query_ptr + query_at[:, None] + dims[None, :] * strides[2],
+        mask=is_row[:, None] & (dims < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def store_results(result_ptr, results_at, results, is_row, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr):
+    dims = tl.arange(0, HEAD_PAD)
+    tl.store(
+        result_ptr + (results_at * HEAD_DIM)[:, None] + dims[None, :],
+        results.to(result_ptr.dtype.element_ty),
+        mask=is_row[:, None] & (dims < HEAD_DIM)[None, :],
+    )
 
 
 @triton.jit
