@@ -7,6 +7,8 @@ layer's: embeddings, rotary angles, the loop over layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from cbatch.models.attention import PagedStep, attend_paged
 from cbatch.models.projections import Parameters, Projections
 
 Taken = Any  # a module of transformers, whose attributes are known to the table alone
+Half = Callable[[Tensor, Tensor | None], Tensor]  # attention or MLP, of what is normed, and what it is added to
 
 
 class FusedLinear(nn.Module):
@@ -32,16 +35,17 @@ class FusedLinear(nn.Module):
 
 
 class FusedRMSNorm(nn.Module):
-    """A root-mean-square norm in one pass; `offset` is what the family adds to its stored weight."""
+    """A root-mean-square norm in one pass, with what it is added to; `offset` is what the family adds to its weight."""
 
     def __init__(self, module: Taken, offset: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(module.weight.float() + offset, requires_grad=False)
         self.eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         rows = x.flatten(0, -2) if x.ndim > 3 or x.shape[0] == 1 else x
-        return dispatch.rms_norm(rows, self.weight, self.eps).view(x.shape)
+        beside = None if residual is None else residual.view(rows.shape)
+        return dispatch.rms_norm(rows, self.weight, self.eps, beside).view(x.shape)
 
 
 class FusedMLP(nn.Module):
@@ -122,23 +126,45 @@ class FusedAttention(nn.Module):
         return self.output.add(attended, residual), None
 
 
-class FusedLayer(nn.Module):
-    """A decoder layer with norms before attention and MLP: both add the residual in their last product."""
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """What a family calls the norms before a layer's two halves, and those after them, which the residual follows."""
 
-    def __init__(self, module: Taken) -> None:
+    before_attention: str | None = None
+    after_attention: str | None = None
+    before_mlp: str | None = None
+    after_mlp: str | None = None
+
+
+class FusedLayer(nn.Module):
+    """A decoder layer whose residuals are added by what comes last in each half: its norm, else its last product."""
+
+    def __init__(self, module: Taken, norms: LayerNorms) -> None:
         super().__init__()
-        self.input_layernorm = module.input_layernorm
-        self.post_attention_layernorm = module.post_attention_layernorm
+        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
+            None if name is None else getattr(module, name) for name in astuple(norms)
+        )
         self.self_attn = module.self_attn
         self.mlp = module.mlp
         if hasattr(module, "attention_type"):  # read by the loop over layers
             self.attention_type = module.attention_type
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        normed = self.input_layernorm(hidden_states)
-        hidden_states, _ = self.self_attn(normed, residual=hidden_states, **kwargs)
-        output: Tensor = self.mlp(self.post_attention_layernorm(hidden_states), residual=hidden_states)
-        return output
+        def attend(x: Tensor, residual: Tensor | None) -> Tensor:
+            attended: Tensor = self.self_attn(x, residual=residual, **kwargs)[0]
+            return attended
+
+        hidden_states = _add(hidden_states, self.before_attention, attend, self.after_attention)
+        return _add(hidden_states, self.before_mlp, self.mlp, self.after_mlp)
+
+
+def _add(hidden: Tensor, before: nn.Module | None, half: Half, after: nn.Module | None) -> Tensor:
+    """Add what half a layer makes of the hidden states to them, which may be written over."""
+    x = hidden if before is None else before(hidden)
+    if after is None:
+        return half(x, hidden)
+    added: Tensor = after(half(x, None), hidden)
+    return added
 
 
 def _normalise(heads: Tensor, norm: nn.Module) -> None:

@@ -59,9 +59,11 @@ def _parts_of(layer: FusedLayer) -> DecoderLayer | None:
     attention, mlp = layer.self_attn, layer.mlp
     if not isinstance(attention, FusedAttention) or not isinstance(mlp, FusedMLP):
         return None
+    if layer.after_attention is not None or layer.after_mlp is not None:
+        return None
     products = (attention.qkv, attention.output, mlp.gated, mlp.down)
     weights = [product.layer for product in products if isinstance(product, CompiledProduct)]
-    norms = (layer.input_layernorm, layer.post_attention_layernorm, attention.query_norm, attention.key_norm)
+    norms = (layer.before_attention, layer.before_mlp, attention.query_norm, attention.key_norm)
     found = [Norm(norm.weight, norm.eps) if isinstance(norm, FusedRMSNorm) else None for norm in norms]
     input_norm, output_norm, *head_norms = found
     sizes = {norm.weight.numel() for norm in head_norms if norm is not None}

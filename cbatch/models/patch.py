@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from cbatch.errors import EngineError
 from cbatch.models.attention import AttentionInputs, PagedStep, name_layer_type
-from cbatch.models.fused import FusedAttention, FusedLayer, FusedLinear, FusedMLP, FusedRMSNorm
+from cbatch.models.fused import FusedAttention, FusedLayer, FusedLinear, FusedMLP, FusedRMSNorm, LayerNorms
 from cbatch.models.fused_decoder import fuse_decoder
 from cbatch.models.inspect import ModelShape
 from cbatch.models.memory import trim_heap
@@ -36,6 +36,11 @@ CHECKED_PAGE_SIZE = 16
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
+PRE_NORM = LayerNorms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
+POST_NORM = LayerNorms(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
+BOTH_NORMS = replace(POST_NORM, before_attention="input_layernorm", before_mlp="pre_feedforward_layernorm")
+
+
 @dataclass(frozen=True, slots=True)
 class Swaps:
     """Which classes of a family are swapped; where weights are packed, every other linear layer is, where it stands."""
@@ -43,26 +48,28 @@ class Swaps:
     norms: Mapping[str, float] = field(default_factory=dict)  # class → what it adds to its stored weight
     attention: str | None = None
     mlp: str | None = None
-    layer: str | None = None  # norms before attention and MLP, plain residuals
+    layer: str | None = None  # of which nothing but these is in the way of its residuals:
+    layer_norms: LayerNorms = PRE_NORM
 
 
-def _pre_norm(prefix: str) -> Swaps:
-    """Swap a family that is built as Llama is."""
-    return Swaps({f"{prefix}RMSNorm": 0.0}, f"{prefix}Attention", f"{prefix}MLP", f"{prefix}DecoderLayer")
+def _whole(prefix: str, layer_norms: LayerNorms = PRE_NORM, offset: float = 0.0) -> Swaps:
+    """Swap all of a family's layers, built as Llama's are or with other norms."""
+    names = (f"{prefix}Attention", f"{prefix}MLP", f"{prefix}DecoderLayer")
+    return Swaps({f"{prefix}RMSNorm": offset}, *names, layer_norms)
 
 
 FAMILIES: dict[str, Swaps] = {
-    "llama": _pre_norm("Llama"),
-    "mistral": _pre_norm("Mistral"),
-    "qwen2": _pre_norm("Qwen2"),
-    "qwen3": _pre_norm("Qwen3"),
-    "smollm3": _pre_norm("SmolLM3"),
-    "phi3": _pre_norm("Phi3"),
+    "llama": _whole("Llama"),
+    "mistral": _whole("Mistral"),
+    "qwen2": _whole("Qwen2"),
+    "qwen3": _whole("Qwen3"),
+    "smollm3": _whole("SmolLM3"),
+    "phi3": _whole("Phi3"),
     "granite": Swaps({"GraniteRMSNorm": 0.0}, "GraniteAttention", "GraniteMLP"),
-    "olmo2": Swaps({"Olmo2RMSNorm": 0.0}, "Olmo2Attention", "Olmo2MLP"),
-    "olmo3": Swaps({"Olmo3RMSNorm": 0.0}, "Olmo3Attention", "Olmo3MLP"),
-    "gemma2": Swaps({"Gemma2RMSNorm": 1.0}, "Gemma2Attention", "Gemma2MLP"),
-    "gemma3_text": Swaps({"Gemma3RMSNorm": 1.0}, "Gemma3Attention", "Gemma3MLP"),
+    "olmo2": _whole("Olmo2", POST_NORM),
+    "olmo3": _whole("Olmo3", POST_NORM),
+    "gemma2": _whole("Gemma2", BOTH_NORMS, offset=1.0),
+    "gemma3_text": _whole("Gemma3", BOTH_NORMS, offset=1.0),
     "mixtral": Swaps({"MixtralRMSNorm": 0.0}, "MixtralAttention"),
     "qwen3_moe": Swaps({"Qwen3MoeRMSNorm": 0.0}, "Qwen3MoeAttention"),
     "gpt_oss": Swaps({"GptOssRMSNorm": 0.0}),
@@ -86,7 +93,9 @@ def patch_refusal(model_type: str, dtype: torch.dtype, device: torch.device) -> 
 
 def takes_one_call(model_type: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Tell whether the layers of a family that can be patched become one module, as a rule."""
-    return FAMILIES[model_type].layer is not None and isinstance(choose_projections(dtype, device), CompiledProjections)
+    swaps = FAMILIES[model_type]
+    takes_layers = swaps.layer is not None and swaps.layer_norms == PRE_NORM
+    return takes_layers and isinstance(choose_projections(dtype, device), CompiledProjections)
 
 
 def head_copy_bytes(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> int:
@@ -144,7 +153,7 @@ def _swap(model: nn.Module, swaps: Swaps, projections: Projections, activation: 
     if swaps.attention is not None:
         _replace(model, swaps.attention, partial(FusedAttention, projections=projections))
     if swaps.layer is not None and activation is not None:
-        _replace(model, swaps.layer, FusedLayer)
+        _replace(model, swaps.layer, partial(FusedLayer, norms=swaps.layer_norms))
     if projections.takes_all:
         _replace(model, "Linear", partial(FusedLinear, projections=projections))
     for parent in list(model.modules()):

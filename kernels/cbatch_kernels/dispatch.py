@@ -167,15 +167,15 @@ def rope_cache_write(
     return rope_cache_write_ref(*tensors, slot_mapping)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise rows; as `rms_norm_ref`."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """Normalise rows, and add the residual where there is one; as `rms_norm_ref`."""
     if uses_triton(x.device):
         from cbatch_kernels.triton_rows import rms_norm_triton
 
-        return rms_norm_triton(x, weight, eps)
+        return rms_norm_triton(x, weight, eps, residual)
     if takes_compiled_rms_norm(x) and (library := load_kernels(x.dtype).library) is not None:
-        return rms_norm_compiled(library, x, weight, eps)
-    return rms_norm_ref(x, weight, eps)
+        return rms_norm_compiled(library, x, weight, eps, residual)
+    return rms_norm_ref(x, weight, eps, residual)
 
 
 def activate_and_multiply(x: Tensor, activation: Activation) -> Tensor:

@@ -10,16 +10,20 @@ import torch
 import triton
 from torch import Tensor
 
+from cbatch_kernels.rms_norm import takes_residual
 from cbatch_kernels.triton_kernels import rows
 from cbatch_kernels.triton_launch import launch
 from cbatch_kernels.triton_tiles import row_choice
 from cbatch_kernels.tuned_choices import Values
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, choice: Values | None = None) -> Tensor:
+def rms_norm_triton(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, choice: Values | None = None
+) -> Tensor:
     """Normalise rows; as the reference."""
     assert weight.dtype == torch.float32
     assert weight.is_contiguous()
+    assert takes_residual(x, residual)
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     hidden = x.shape[-1]
     rows_per_token = x.shape[1] if x.ndim == 3 else 1
@@ -30,6 +34,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, choice: Values | None
             (x.shape[0] * rows_per_token,),
             x,
             weight,
+            residual,
             result,
             eps,
             x.stride(0),
@@ -38,6 +43,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, choice: Values | None
             HIDDEN=hidden,
             HIDDEN_PAD=_pad(hidden),
             ROWS_PER_TOKEN=rows_per_token,
+            HAS_RESIDUAL=residual is not None,
             num_warps=num_warps,
         )
     return result

@@ -89,7 +89,7 @@ def row_steps(device: torch.device, dtype: torch.dtype, sizes: ModelSizes) -> It
 
     def norm(*shape: int) -> Run:
         weight = torch.ones(shape[-1], device=device)
-        return partial(rms_norm_triton, drawn(*shape), weight, EPS)
+        return partial(rms_norm_triton, drawn(*shape), weight, EPS, None)
 
     def gate() -> Run:
         return partial(activate_and_multiply_triton, drawn(2 * sizes.intermediate), "silu")

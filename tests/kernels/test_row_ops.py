@@ -41,6 +41,22 @@ def test_rms_norm(implementation: str, dtype: torch.dtype, hidden: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden", [1, 7, 16, 24, 577])
+def test_rms_norm_beside_a_residual(implementation: str, dtype: torch.dtype, hidden: int) -> None:
+    """The sum is rounded once, and neither of the two is changed."""
+    for rows in (1, 2, 33):
+        x, weight = draw(rows, hidden, dtype=dtype), draw(hidden, dtype=torch.float32, seed=1)
+        residual = draw(rows, hidden, dtype=dtype, seed=2)
+        before = residual.clone()
+        wide = x.double()
+        normed = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        found = dispatch.rms_norm(x, weight, 1e-5, residual)
+        assert found.dtype == dtype
+        assert_close(found, residual.double() + normed)
+        assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rms_norm_of_the_heads_of_a_merged_product(implementation: str, dtype: torch.dtype) -> None:
     merged = draw(5, 11, 24, dtype=dtype)
     heads, weight = merged[:, 2:7], draw(24, dtype=torch.float32, seed=1)
@@ -55,6 +71,8 @@ def test_a_row_is_normalised_the_same_whatever_its_neighbours(dtype: torch.dtype
     whole = dispatch.rms_norm(x, weight, 1e-5)
     for rows in (1, 2, 7, 120):
         assert torch.equal(dispatch.rms_norm(x[:rows], weight, 1e-5), whole[:rows])
+        beside = dispatch.rms_norm(x[:rows], weight, 1e-5, x[:rows])
+        assert torch.equal(beside, dispatch.rms_norm(x, weight, 1e-5, x)[:rows])
 
 
 def test_rows_of_zeros_large_and_unknown_numbers(implementation: str) -> None:

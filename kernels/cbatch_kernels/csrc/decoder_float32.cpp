@@ -66,7 +66,7 @@ void multiply(const Batch &b, const Product &p, const float *x, int64_t in_featu
 }
 
 void normalise(const Batch &b, const Norm &norm, const float *x, float *result) {
-    RmsNormArguments arguments = {x, result, norm.weight, b.num_tokens, 1, b.width, 0, b.width, 0, b.width, FLOAT32,
+    RmsNormArguments arguments = {x, result, norm.weight, nullptr, b.num_tokens, 1, b.width, 0, b.width, 0, b.width, FLOAT32,
                                   b.num_threads, norm.eps};
     cbatch_rms_norm(&arguments);
 }
@@ -75,7 +75,7 @@ void normalise(const Batch &b, const Norm &norm, const float *x, float *result) 
 void normalise_heads(const Batch &b, const Layer &layer, const Norm &norm, float *first, int64_t count) {
     if (!norm.weight) return;
     int64_t stride = heads_of(layer) * layer.head_dim;
-    RmsNormArguments arguments = {first, first, norm.weight, b.num_tokens * count, count, stride, layer.head_dim, stride,
+    RmsNormArguments arguments = {first, first, norm.weight, nullptr, b.num_tokens * count, count, stride, layer.head_dim, stride,
                                   layer.head_dim, layer.head_dim, FLOAT32, b.num_threads, norm.eps};
     cbatch_rms_norm(&arguments);
 }

@@ -1,4 +1,4 @@
-// RMS norm: scales rows to unit root mean square, times a weight. See ../rms_norm.py.
+// RMS norm: scales rows to unit root mean square, times a weight, beside a residual. See ../rms_norm.py.
 //
 // A row is summed in one order whatever its neighbours are: what it gets does not depend on the batch, to the bit.
 
@@ -16,7 +16,8 @@ using namespace cbatch;
 constexpr long ELEMENTS_PER_TASK = 8192;
 
 template <class Element>
-void normalise(const RmsNormArguments &a, const Element *x, const float *weight, Element *result) {
+void normalise(const RmsNormArguments &a, const Element *x, const Element *residual, Element *result) {
+    const float *weight = a.weight;
     int64_t whole = a.hidden / WIDTH * WIDTH;
     Floats squares[2] = {};
     int64_t i = 0;
@@ -36,18 +37,24 @@ void normalise(const RmsNormArguments &a, const Element *x, const float *weight,
         total += part * part;
     }
     float scale = 1.0f / std::sqrt(total / static_cast<float>(a.hidden) + a.eps);
-    for (i = 0; i < whole; i += WIDTH) store(result + i, load(x + i) * scale * load(weight + i));
-    for (i = whole; i < a.hidden; i++) store<1>(result + i, load<1>(x + i) * scale * load<1>(weight + i));
+    for (i = 0; i < whole; i += WIDTH) {
+        Floats normed = load(x + i) * scale * load(weight + i);
+        store(result + i, residual ? load(residual + i) + normed : normed);
+    }
+    for (i = whole; i < a.hidden; i++) {
+        auto normed = load<1>(x + i) * scale * load<1>(weight + i);
+        store<1>(result + i, residual ? load<1>(residual + i) + normed : normed);
+    }
 }
 
 template <class Element>
 void run(const RmsNormArguments &a) {
-    auto *x = static_cast<const Element *>(a.x);
+    auto *x = static_cast<const Element *>(a.x), *residual = static_cast<const Element *>(a.residual);
     auto *result = static_cast<Element *>(a.result);
     parallel_for(a.num_rows, 1 + ELEMENTS_PER_TASK / a.hidden, a.num_threads, [&](long row) {
         int64_t token = row / a.rows_per_token, part = row % a.rows_per_token;
-        normalise(a, x + token * a.token_stride + part * a.row_stride, a.weight,
-                  result + token * a.result_token_stride + part * a.result_row_stride);
+        int64_t at = token * a.result_token_stride + part * a.result_row_stride;
+        normalise(a, x + token * a.token_stride + part * a.row_stride, residual ? residual + at : nullptr, result + at);
     });
 }
 

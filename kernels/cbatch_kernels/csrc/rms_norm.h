@@ -11,6 +11,7 @@ struct RmsNormArguments {  // as in ../rms_norm.py; strides count elements
     const void *x;
     void *result;
     const float *weight;
+    const void *residual;  // where the result will lie, or null
     int64_t num_rows, rows_per_token, token_stride, row_stride, result_token_stride, result_row_stride;
     int64_t hidden, element, num_threads;
     float eps;

@@ -8,7 +8,8 @@ import triton.language as tl
 def rms_norm(
     x_ptr,
     weight_ptr,  # float32 [hidden]
-    result_ptr,  # contiguous
+    residual_ptr,  # contiguous, as the result; or none
+    result_ptr,
     eps,
     token_stride,
     row_stride,
@@ -16,6 +17,7 @@ def rms_norm(
     HIDDEN: tl.constexpr,
     HIDDEN_PAD: tl.constexpr,
     ROWS_PER_TOKEN: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, HIDDEN_PAD)
@@ -24,7 +26,10 @@ def rms_norm(
     x = tl.load(x_ptr + row_at + dims * dim_stride, mask=is_dim, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HIDDEN + eps)
     weight = tl.load(weight_ptr + dims, mask=is_dim, other=0.0)
-    tl.store(result_ptr + row * HIDDEN + dims, (x * scale * weight).to(result_ptr.dtype.element_ty), mask=is_dim)
+    normed = x * scale * weight
+    if HAS_RESIDUAL:
+        normed += tl.load(residual_ptr + row * HIDDEN + dims, mask=is_dim, other=0.0).to(tl.float32)
+    tl.store(result_ptr + row * HIDDEN + dims, normed.to(result_ptr.dtype.element_ty), mask=is_dim)
 
 
 @triton.jit
