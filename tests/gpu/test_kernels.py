@@ -125,7 +125,9 @@ def test_row_operations_equal_the_references(dtype: torch.dtype) -> None:
     tolerance = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
     for hidden in (64, 577, 4096, 8192):
         x, weight = torch.randn(300, hidden, device=CUDA).to(dtype), torch.randn(hidden, device=CUDA)
-        torch.testing.assert_close(dispatch.rms_norm(x, weight, 1e-5), rms_norm_ref(x, weight, 1e-5), **tolerance)
+        for residual in (None, torch.randn_like(x)):
+            expected = rms_norm_ref(x, weight, 1e-5, residual)
+            torch.testing.assert_close(dispatch.rms_norm(x, weight, 1e-5, residual), expected, **tolerance)
     for activation in get_args(Activation):
         x = torch.randn(77, 2 * 1500, device=CUDA).to(dtype)
         expected = activate_and_multiply_ref(x, activation)

@@ -113,6 +113,8 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
             for choice in row_candidates(op, width)[: None if dtype == torch.bfloat16 else 1]:
                 yield f"{dtype} {width} {choice}", partial(make(), choice)
         yield f"{dtype}", partial(write, dtype)
+        x, weight = empty(64, WIDEST.hidden, dtype=dtype), empty(WIDEST.hidden, dtype=torch.float32)
+        yield f"{dtype} beside a residual", partial(triton_rows.rms_norm_triton, x, weight, 1e-5, x)
     for activation in get_args(Activation):
         x = empty(64, 28672, dtype=torch.bfloat16)
         yield activation, partial(triton_rows.activate_and_multiply_triton, x, activation)
