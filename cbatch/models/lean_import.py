@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import sys
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 COMPILER = "torch._dynamo"
 FREE_STANDING = f"{COMPILER}._trace_wrapped_higher_order_op"  # needs nothing of the package that it lies in
@@ -53,7 +56,12 @@ def _defer_compiler() -> None:
     marks.__dict__.update(disable=_unmarked, allow_in_graph=_unmarked, assume_constant_result=_unmarked)
     marks.__dict__.update(__spec__=spec, __file__=spec.origin, __path__=spec.submodule_search_locations)
     sys.modules[COMPILER] = marks
-    importlib.import_module(FREE_STANDING)
+    try:
+        importlib.import_module(FREE_STANDING)
+    except ImportError as error:  # a version that is built otherwise: then the whole is imported, as ever
+        logger.debug("torch's compiler is imported with transformers: %s", error)
+        if sys.modules.get(COMPILER) is marks:
+            del sys.modules[COMPILER]
     del marks.__path__  # so that any other part loads the whole
 
 
