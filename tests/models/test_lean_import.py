@@ -57,13 +57,16 @@ assert sys.modules["torch._dynamo"] is whole and "torch._dynamo.symbolic_convert
 
 
 def test_a_torch_that_is_built_otherwise_is_imported_whole() -> None:
-    python("""
+    python(
+        """
 import sys
 from cbatch.models import lean_import
 lean_import.FREE_STANDING = "torch._dynamo.gone"
 lean_import.import_modeling()
 assert "torch._dynamo.symbolic_convert" in sys.modules
-""" + COMPILE)
+"""
+        + COMPILE
+    )
 
 
 def test_a_model_that_is_not_there_is_refused_before_torch_is_imported() -> None:
