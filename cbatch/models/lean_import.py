@@ -10,11 +10,13 @@ import importlib
 import importlib.util
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import torch
+import transformers.utils
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +34,20 @@ def import_modeling() -> None:
     if COMPILER in sys.modules or MODELING in sys.modules:
         return
     _defer_compiler()
-    # asked once each: transformers keeps the first answer, and its losses alone want scipy
-    with (
-        patch.object(torch.distributed, "is_available", return_value=False),
-        patch("transformers.utils.is_scipy_available", return_value=False),
-    ):
+    # transformers asks once and keeps the answer; nothing but its losses wants scipy
+    with _absent(torch.distributed, "is_available"), _absent(transformers.utils, "is_scipy_available"):
         importlib.import_module(MODELING)
+
+
+@contextmanager
+def _absent(module: ModuleType, question: str) -> Iterator[None]:
+    """Have a module's question whether something is there answered with no."""
+    known = getattr(module, question)
+    setattr(module, question, lambda: False)
+    try:
+        yield
+    finally:
+        setattr(module, question, known)
 
 
 class _Marks(ModuleType):
