@@ -19,10 +19,10 @@ from datetime import datetime
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from cbatch.config import DEFAULT_MAX_TOKENS, EngineConfig, SamplingParams
+from cbatch.engine import load
 from cbatch.engine.cache.manager import CacheLoad
 from cbatch.engine.observer import Observer, RequestEvent, StepRecord, StepTimes
 from cbatch.engine.record import TokenLogprobs
@@ -335,9 +335,7 @@ def main() -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if sys.argv[1] == "job":
         return run_job_of(sys.argv[2])
-    engine_module = ModuleType("cbatch.engine.engine")
-    engine_module.Engine = type("Engine", (), {"load": staticmethod(load_from_environment)})  # type: ignore[attr-defined]
-    sys.modules["cbatch.engine.engine"] = engine_module
+    load.load_engine = load_from_environment  # type: ignore[assignment]
     is_search = "tune" in sys.argv[1:]
     if is_search:
         sys.path.insert(0, str(Path(__file__).parent.parent))

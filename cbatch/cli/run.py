@@ -30,7 +30,7 @@ def _run(options: RunOptions) -> int:
 
     quiet, job = options.console.quiet, with_file(options.job)
     evidence = options.evidence
-    load = loading_checked(evidence, _say_nothing if quiet else say) if evidence else None
+    load = loading_checked(evidence, _say_nothing if quiet else say)
     summary = run_job(job, options.engine, load_engine=load, quiet=quiet, verbose=options.console.verbose)
     if summary.status == "interrupted":
         ignore_signals()

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from cbatch.compatibility import Facts, check
 from cbatch.config import EngineConfig, JobConfig
+from cbatch.engine.load import load_engine
 from cbatch.engine.stats import EngineStats
 from cbatch.errors import EXIT_FAILED, EXIT_OK, OutputError, RowError
 from cbatch.io.columns import ROW_WORDS
@@ -79,7 +80,7 @@ def run_job(
     job: JobConfig,
     engine_config: EngineConfig,
     *,
-    load_engine: LoadEngine | None = None,
+    load_engine: LoadEngine = load_engine,
     quiet: bool = False,
     verbose: bool = False,
 ) -> JobSummary:
@@ -90,25 +91,11 @@ def run_job(
         with handling_signals(stop, grace_s=job.grace, exit_code=job.interrupted_exit_code):
             with stop.interruptible():
                 setup = prepare(job, engine_config)
-            with _JobRun(setup, load_engine or _load_engine, stop, began, quiet=quiet, verbose=verbose) as run:
+            with _JobRun(setup, load_engine, stop, began, quiet=quiet, verbose=verbose) as run:
                 return run.execute()
     except Interrupted as interrupted:  # before there was anything to keep
         paths = JobPaths.of(job.output, job.checkpoint_dir)
         return JobSummary("interrupted", job.interrupted_exit_code, paths, reason=str(interrupted))
-
-
-def _load_engine(config: EngineConfig) -> BatchEngine:
-    from cbatch.models.source import resolve_source
-
-    # a name that is wrong is refused before torch is imported, which takes seconds
-    resolve_source(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
-    from cbatch.models.lean_import import import_modeling
-
-    if not config.trust_remote_code:  # which may want what is left out
-        import_modeling()  # before any of our own modules imports it whole
-    from cbatch.engine.engine import Engine
-
-    return Engine.load(config)
 
 
 class _JobRun:

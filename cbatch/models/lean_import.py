@@ -1,6 +1,6 @@
 """Imports transformers without what cbatch never uses of it: torch's compiler and its distributed tensors.
 
-Called by a job before it loads its engine. Importing the two takes a quarter of what importing torch and transformers
+Called before an engine is loaded for a job. Importing the two takes a quarter of what importing torch and transformers
 takes; transformers only marks functions for `torch.compile` with the one, and looks for sharded weights with the other.
 """
 

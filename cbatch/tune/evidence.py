@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.config import EngineConfig
+from cbatch.engine.load import load_engine
 
 if TYPE_CHECKING:
     from cbatch.engine.engine import Engine
@@ -27,13 +28,14 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def loading_checked(evidence: Mapping[str, Any], say: Callable[[str], None]) -> Callable[[EngineConfig], Engine]:
-    """Return what loads an engine for a run, and says where model or machine are not those of the evidence."""
+    """Return what loads an engine for a run, and says where model or machine are not those of the evidence, if any."""
+    if not evidence:
+        return load_engine
 
     def load(config: EngineConfig) -> Engine:
-        from cbatch.engine.engine import Engine
         from cbatch.jobs.identity import identify_model
 
-        engine = Engine.load(config)
+        engine = load_engine(config)
         note = other_circumstances(evidence, engine.plan.settings(), identify_model(config))
         if note is not None:
             say(note)

@@ -74,9 +74,9 @@ def test_a_model_that_is_not_there_is_refused_before_torch_is_imported() -> None
 import sys
 from cbatch.config import EngineConfig
 from cbatch.errors import UsageError
-from cbatch.jobs.run import _load_engine
+from cbatch.engine.load import load_engine
 try:
-    _load_engine(EngineConfig(model="./gone"))
+    load_engine(EngineConfig(model="./gone"))
 except UsageError as error:
     assert "no model folder" in str(error)
 else:
