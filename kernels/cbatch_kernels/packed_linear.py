@@ -28,7 +28,7 @@ ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_pytorch_t
 class PackedWeight:
     """One linear layer, or a gated pair of them."""
 
-    panels: Tensor  # [panels, in_features, panel]; of a gated pair those of both, one after the other
+    panels: Tensor  # [panels, in_features, panel]; of a gated pair those of both, one after the other; see `unpack`
     bias: Tensor | None  # [out_features], of a gated pair twice as many
     out_features: int
     activation: Activation | None = None
@@ -97,8 +97,14 @@ def _pack(library: ctypes.CDLL, weights: list[Tensor]) -> Tensor:
 
 
 def unpack(layer: PackedWeight) -> list[tuple[Tensor, Tensor | None]]:
-    """Give weight float32 [out_features, in_features] and bias back: of one layer, or of a gated pair's two."""
-    columns = layer.panels.float().transpose(1, 2).flatten(0, 1)
+    """Give weight float32 [out_features, in_features] and bias back: of one layer, or of a gated pair's two.
+
+    A panel in bfloat16 has its halves' outputs in turns.
+    """
+    panels = layer.panels.float()
+    if layer.panels.dtype == torch.bfloat16:
+        panels = panels.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2)
+    columns = panels.transpose(1, 2).flatten(0, 1)
     weights = columns.chunk(2) if layer.is_gated else (columns,)
     biases = (None,) * len(weights) if layer.bias is None else layer.bias.chunk(len(weights))
     return [(weight[: layer.out_features], bias) for weight, bias in zip(weights, biases, strict=True)]

@@ -1,8 +1,10 @@
 // Linear layers over packed weights, with what follows them. See ../packed_linear.py.
 //
 // Weights lie in panels of outputs, each panel one input after the other. A tile, some rows by one panel, stays in
-// registers while all inputs are added up one by one: what a row gets does not depend on the others, to the bit.
+// registers while all inputs are added up one by one: what a row gets does not depend on the others, to the bit. While
+// the first tile of a panel is computed, the next panel is fetched into the second cache.
 
+#include <algorithm>
 #include <cstdint>
 
 #include "linear.h"
@@ -18,18 +20,38 @@ enum Activation { NONE, SILU, GELU_TANH };
 constexpr int PANEL = 2 * WIDTH;
 constexpr int TILE_ROWS = NUM_REGISTERS == 32 ? 12 : 6;  // so that its sums and what they are made of fill the registers
 constexpr int64_t BLOCK_ROWS = 8 * TILE_ROWS;            // whose inputs stay in the cache while panels go by
-constexpr long PANELS_PER_TASK = 4;
+constexpr int64_t ROWS_PER_TASK = 4 * TILE_ROWS;         // by one panel; of few rows a task takes several panels
+constexpr int64_t MAX_PANELS_PER_TASK = 4;
 constexpr int64_t LINE = 16;  // floats
 
 struct Tile {
     Floats sums[TILE_ROWS][2];
 };
 
+// Both halves of an input's weights.
+inline void load_weights(const float *from, Floats &first, Floats &second) {
+    first = load(from), second = load(from + WIDTH);
+}
+
+// Of bfloat16 their numbers lie in pairs: the halves are two instructions away, and no shuffle takes the products' place.
+inline void load_weights(const BFloat16 *from, Floats &first, Floats &second) {
+    Ints pairs;
+    std::memcpy(&pairs, from, sizeof pairs);
+    first = (Floats)(pairs << 16), second = (Floats)(pairs & static_cast<int32_t>(0xffff0000));
+}
+
+// Where in an input's weights the i-th lies, so that `load_weights` finds it.
+inline int64_t place_of(int64_t i, const float *) { return i; }
+inline int64_t place_of(int64_t i, const BFloat16 *) { return i % WIDTH * 2 + i / WIDTH; }
+
 template <int rows, class Weight>
-void multiply(const float *x, int64_t stride, const Weight *panel, int64_t in_features, Tile &tile) {
+void multiply(const float *x, int64_t stride, const Weight *panel, int64_t in_features, bool fetches, Tile &tile) {
     Floats sums[rows][2] = {};
+    int64_t ahead = fetches ? in_features * PANEL : 0;
     for (int64_t k = 0; k < in_features; k++, panel += PANEL) {
-        Floats first = load(panel), second = load(panel + WIDTH);
+        Floats first, second;
+        load_weights(panel, first, second);
+        __builtin_prefetch(panel + ahead, 0, 2);
 #pragma GCC unroll 16
         for (int row = 0; row < rows; row++) {
             Floats input = splat(x[row * stride + k]);
@@ -43,10 +65,11 @@ void multiply(const float *x, int64_t stride, const Weight *panel, int64_t in_fe
 
 // `multiply` for a number of rows that is known only now.
 template <int rows, class Weight>
-void multiply_rows(int64_t count, const float *x, int64_t stride, const Weight *panel, int64_t in_features, Tile &tile) {
+void multiply_rows(int64_t count, const float *x, int64_t stride, const Weight *panel, int64_t in_features,
+                   bool fetches, Tile &tile) {
     if constexpr (rows > 1)
-        if (count < rows) return multiply_rows<rows - 1>(count, x, stride, panel, in_features, tile);
-    multiply<rows>(x, stride, panel, in_features, tile);
+        if (count < rows) return multiply_rows<rows - 1>(count, x, stride, panel, in_features, fetches, tile);
+    multiply<rows>(x, stride, panel, in_features, fetches, tile);
 }
 
 // x * sigmoid(y), where e^-y may not overflow.
@@ -94,17 +117,21 @@ template <class Weight>
 void run(const LinearArguments &a) {
     int64_t num_panels = (a.out_features + PANEL - 1) / PANEL, panel_size = a.in_features * PANEL;
     int64_t num_blocks = (a.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    parallel_for(num_panels * num_blocks, PANELS_PER_TASK, a.num_threads, [&](long task) {
+    int64_t grain = std::clamp<int64_t>(ROWS_PER_TASK / std::max<int64_t>(a.num_rows, 1), 1, MAX_PANELS_PER_TASK);
+    parallel_for(num_panels * num_blocks, grain, a.num_threads, [&](long task) {
         int64_t panel = task % num_panels, row = task / num_panels * BLOCK_ROWS;
         int64_t end = row + BLOCK_ROWS < a.num_rows ? row + BLOCK_ROWS : a.num_rows;
         auto *weight = static_cast<const Weight *>(a.weight) + panel * panel_size;
-        for (int64_t tiles = (end - row + TILE_ROWS - 1) / TILE_ROWS; tiles > 0; tiles--) {
+        bool fetches = true;
+        for (int64_t tiles = (end - row + TILE_ROWS - 1) / TILE_ROWS; tiles > 0; tiles--, fetches = false) {
             int64_t rows = (end - row + tiles - 1) / tiles;  // about as many for all: a tile of few wastes most
             auto *x = a.x + row * a.x_stride;
             Tile tile, gated;
-            multiply_rows<TILE_ROWS>(rows, x, a.x_stride, weight, a.in_features, tile);
-            if (a.is_gated)
-                multiply_rows<TILE_ROWS>(rows, x, a.x_stride, weight + num_panels * panel_size, a.in_features, gated);
+            multiply_rows<TILE_ROWS>(rows, x, a.x_stride, weight, a.in_features, fetches, tile);
+            if (a.is_gated) {
+                auto *other = weight + num_panels * panel_size;
+                multiply_rows<TILE_ROWS>(rows, x, a.x_stride, other, a.in_features, fetches, gated);
+            }
             finish(a, tile, gated, row, rows, panel * PANEL);
             row += rows;
         }
@@ -123,14 +150,14 @@ inline void narrow(float x, BFloat16 *to) {  // which holds it exactly
 template <class Weight>
 void pack(const float *weight, int64_t out_features, int64_t in_features, Weight *panels, int64_t num_threads) {
     int64_t num_panels = (out_features + PANEL - 1) / PANEL;
-    parallel_for(num_panels, PANELS_PER_TASK, num_threads, [&](long panel) {
+    parallel_for(num_panels, MAX_PANELS_PER_TASK, num_threads, [&](long panel) {
         int64_t first = panel * PANEL, count = first + PANEL < out_features ? PANEL : out_features - first;
         const float *from = weight + first * in_features;
         Weight *to = panels + first * in_features;
         for (int64_t start = 0; start < in_features; start += LINE)  // lines of all rows, while they are in the cache
             for (int64_t i = 0; i < PANEL; i++)
                 for (int64_t k = start, end = start + LINE < in_features ? start + LINE : in_features; k < end; k++)
-                    narrow(i < count ? from[i * in_features + k] : 0.0f, to + k * PANEL + i);
+                    narrow(i < count ? from[i * in_features + k] : 0.0f, to + k * PANEL + place_of(i, to));
     });
 }
 
