@@ -103,7 +103,7 @@ def unpack(layer: PackedWeight) -> list[tuple[Tensor, Tensor | None]]:
     """
     panels = layer.panels.float()
     if layer.panels.dtype == torch.bfloat16:
-        panels = panels.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2)
+        panels = panels.view(*panels.shape[:2], -1, 2).transpose(2, 3).flatten(2)
     columns = panels.transpose(1, 2).flatten(0, 1)
     weights = columns.chunk(2) if layer.is_gated else (columns,)
     biases = (None,) * len(weights) if layer.bias is None else layer.bias.chunk(len(weights))
