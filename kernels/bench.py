@@ -24,6 +24,7 @@ from cbatch_kernels.cache_write import cache_write_ref
 from cbatch_kernels.compile import load_kernels
 from cbatch_kernels.decoder import CompiledDecoder, DecoderLayer, LayerCache, Norm, decoder_ref
 from cbatch_kernels.draw_tokens import DrawRules, draw_tokens_ref
+from cbatch_kernels.huge_pages import HugeSlabs
 from cbatch_kernels.linear import linear, linear_ref, pack_linear, refuses_packing
 from cbatch_kernels.metadata import PagedMetadata
 from cbatch_kernels.packed_linear import linear_packed, pack_gated, pack_weight
@@ -247,7 +248,7 @@ def _packed_linear(sizes: Sizes) -> Timed:
         sys.exit(f"there are no compiled products to time: {kernels.reason}")
     x, weight = sizes.draw(sizes.num_tokens, sizes.hidden), sizes.draw(4 * sizes.hidden, sizes.hidden)
     weight = weight.to(torch.bfloat16).float()
-    layer, library = pack_weight(kernels.library, weight, None), kernels.library
+    layer, library = pack_weight(kernels.library, HugeSlabs(), weight, None), kernels.library
     return Timed(
         lambda: linear_packed(library, x, layer),
         lambda: linear_ref(x, weight, None),
@@ -261,7 +262,7 @@ def _decoder(sizes: Sizes) -> Timed:
     kernels = load_kernels(torch.float32)
     if kernels.library is None or sizes.device != "cpu" or sizes.dtype != "float32":
         sys.exit(f"there are no compiled layers to time: {kernels.reason}")
-    library, wide = kernels.library, sizes.hidden * 8 // 3
+    library, slabs, wide = kernels.library, HugeSlabs(), sizes.hidden * 8 // 3
     shapes = [(sizes.hidden + 2 * sizes.kv_heads * sizes.head_dim, sizes.hidden), (sizes.hidden, sizes.hidden)]
     shapes += [(wide, sizes.hidden), (wide, sizes.hidden), (sizes.hidden, wide)]
     weights = [(sizes.draw(*shape) * shape[1] ** -0.5).to(torch.bfloat16).float() for shape in shapes]
@@ -269,11 +270,11 @@ def _decoder(sizes: Sizes) -> Timed:
     norm = Norm(torch.ones(sizes.hidden), 1e-5)
     layer = DecoderLayer(
         input_norm=norm,
-        heads=pack_weight(library, heads, None),
-        output=pack_weight(library, output, None),
+        heads=pack_weight(library, slabs, heads, None),
+        output=pack_weight(library, slabs, output, None),
         output_norm=norm,
-        gated=pack_gated(library, (gate, None), (up, None), "silu"),
-        down=pack_weight(library, down, None),
+        gated=pack_gated(library, slabs, (gate, None), (up, None), "silu"),
+        down=pack_weight(library, slabs, down, None),
         num_heads=sizes.heads,
         kv_heads=sizes.kv_heads,
         head_dim=sizes.head_dim,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from cbatch_kernels import dispatch
 from cbatch_kernels.attention_libraries import Attend
+from cbatch_kernels.huge_pages import advise_huge_pages
 from torch import Tensor
 
 from cbatch.engine.batch import BatchBuilder, StepInputs
@@ -19,7 +20,6 @@ from cbatch.engine.cache.allocator import CacheAllocator
 from cbatch.engine.cache.pool import CachePool
 from cbatch.engine.determinism import ROWS_PER_THREAD
 from cbatch.engine.graphs import CaptureDevice, GraphedForward, StagedForward
-from cbatch.engine.huge_pages import advise_huge_pages
 from cbatch.engine.offload import Moves
 from cbatch.engine.request import Request
 from cbatch.engine.results import LaunchedStep
@@ -189,6 +189,9 @@ class ModelRunner:
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """Return the logits [R + P, vocab] of the tokens that sample or are scored; write the step's KV in place."""
+        # Where none is wanted one row is computed all the same: an empty index means "all" to no model, but costs
+        # less to avoid than to prove.
+        wanted = inputs.logits_indices if len(inputs.logits_indices) else inputs.logits_indices.new_zeros(1)
         paged = PagedStep(
             key_pages=self._layer_keys,
             value_pages=self._layer_values,
@@ -196,10 +199,8 @@ class ModelRunner:
             inputs=dict(zip(self._types, inputs.attention, strict=True)),
             row_multiple=self._attention_rows,
             attend=self._attend,
+            wanted=wanted,
         )
-        # Where none is wanted one row is computed all the same: an empty index means "all" to no model, but costs
-        # less to avoid than to prove.
-        wanted = inputs.logits_indices if len(inputs.logits_indices) else inputs.logits_indices.new_zeros(1)
         output = self._model(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,

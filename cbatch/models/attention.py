@@ -39,7 +39,7 @@ class AttentionInputs:
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """What the attention layers need to know of one step; the sequences are indexed by layer."""
+    """What the layers need to know of one step; the sequences are indexed by layer."""
 
     key_pages: Sequence[Tensor]  # [num_pages, kv_heads, page_size, head_dim], written in place
     value_pages: Sequence[Tensor]  # as key_pages
@@ -47,6 +47,7 @@ class PagedStep:
     inputs: Mapping[str, AttentionInputs]
     row_multiple: int | None = None  # where results may not depend on the batch: what rows are padded to
     attend: Attend | None = None  # a library's attention in the place of ours
+    wanted: Tensor | None = None  # int64: the tokens that get logits, where the others need not be finished
 
 
 def register_attention() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 
+import torch
 from cbatch_kernels.decoder import CompiledDecoder, DecoderLayer, LayerCache, Norm
 from torch import Tensor, nn
 
@@ -28,7 +29,7 @@ class FusedDecoder(nn.Module):
     def forward(
         self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], paged: PagedStep, **_: object
     ) -> Tensor:
-        """Run the layers over `hidden_states` [1, T, width], which may be changed in place."""
+        """Run the layers over `hidden_states` [1, T, width], which may be changed in place: for the wanted tokens."""
         assert paged.attend is None, "the layers' kernel attends by itself"
         caches = []
         for attention in self._attention:
@@ -38,7 +39,10 @@ class FusedDecoder(nn.Module):
             caches.append(LayerCache(*pages, inputs.slot_mapping, inputs.metadata))
         cos, sin = position_embeddings
         hidden = hidden_states[0].contiguous()
-        self._run(hidden, cos[0], sin[0], caches)
+        wanted = paged.wanted
+        if wanted is not None:
+            wanted = torch.unique(wanted) if len(wanted) < len(hidden) else None
+        self._run(hidden, cos[0], sin[0], caches, wanted)
         return hidden[None]
 
 

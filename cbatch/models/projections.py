@@ -8,12 +8,13 @@ them, and a gated pair is one product whose halves are combined by one kernel. L
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from cbatch_kernels import dispatch
 from cbatch_kernels.compile import load_kernels
+from cbatch_kernels.huge_pages import HugeSlabs
 from cbatch_kernels.linear import Activation, LinearWeight, linear, linear_combine, pack_linear, refuses_packing
 from cbatch_kernels.packed_linear import PackedWeight, linear_packed, pack_gated, pack_weight, takes_activation
 from torch import Tensor
@@ -116,15 +117,16 @@ class CompiledProjections:
     """For CPUs with a compiler, in float32."""
 
     library: ctypes.CDLL
+    slabs: HugeSlabs = field(default_factory=HugeSlabs)  # of all weights of the model
     takes_all: bool = True
 
     def project(self, layer: Parameters) -> Projection:
-        return CompiledProduct(self.library, pack_weight(self.library, *layer))
+        return CompiledProduct(self.library, pack_weight(self.library, self.slabs, *layer))
 
     def gate(self, gate: Parameters, up: Parameters, activation: Activation) -> Product:
         if not takes_activation(activation):
             return MergedGate(self.project(_joined(gate, up)), activation)
-        return CompiledProduct(self.library, pack_gated(self.library, gate, up, activation))
+        return CompiledProduct(self.library, pack_gated(self.library, self.slabs, gate, up, activation))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
     hidden       float32 [T, width], contiguous; changed in place
     cos, sin     float32 [T, rotary_dim], as in `rope_cache_write`
     caches       of each layer: key and value pages, changed in place, and where the step's tokens are written
+    wanted       int64 [W], ascending, of the tokens whose result is read: the last layer leaves the others unfinished
 
 A layer norms, attends and adds, norms, gates and adds; with `query_norm` and `key_norm` heads are normed before they
 are rotated. Where a step has few rows, what lies between single calls takes as long as some of them. The same numbers
@@ -159,6 +160,8 @@ class _Batch(ctypes.Structure):  # strides count elements
         ("num_tokens", ctypes.c_int64),
         ("width", ctypes.c_int64),
         ("num_threads", ctypes.c_int64),
+        ("wanted", ctypes.c_void_p),
+        ("num_wanted", ctypes.c_int64),
     )
 
 
@@ -176,9 +179,12 @@ class CompiledDecoder:
         arguments = (self._structures, ctypes.c_int64(len(layers)), ctypes.c_int64(self._width))
         self._token_workspace = int(library.cbatch_decoder_workspace(*arguments))
 
-    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, caches: Sequence[LayerCache]) -> None:
-        """Run the layers, in place; as the reference."""
+    def __call__(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, caches: Sequence[LayerCache], wanted: Tensor | None = None
+    ) -> None:
+        """Run the layers, in place; as the reference, for the tokens that are wanted: all where nothing is said."""
         num_tokens = len(hidden)
+        assert wanted is None or (wanted.dtype == torch.int64 and wanted.is_contiguous())
         assert hidden.dtype == cos.dtype == sin.dtype == torch.float32
         assert hidden.shape == (num_tokens, self._width)
         assert hidden.is_contiguous()
@@ -206,6 +212,8 @@ class CompiledDecoder:
             num_tokens,
             self._width,
             torch.get_num_threads(),
+            None if wanted is None else wanted.data_ptr(),
+            0 if wanted is None else len(wanted),
         )
         self._library.cbatch_decoder(self._structures, places, ctypes.c_int64(len(places)), ctypes.byref(batch))
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cbatch_kernels.huge_pages import HugeSlabs
 from cbatch_kernels.linear import Activation
 
 ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2}  # as in the source
@@ -60,26 +61,28 @@ def takes_activation(activation: Activation) -> bool:
     return activation in ACTIVATIONS
 
 
-def pack_weight(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> PackedWeight:
-    """Copy a weight float32 [out_features, in_features] into panels."""
-    return PackedWeight(_pack(library, [weight]), None if bias is None else bias.detach().contiguous(), len(weight))
+def pack_weight(library: ctypes.CDLL, slabs: HugeSlabs, weight: Tensor, bias: Tensor | None) -> PackedWeight:
+    """Copy a weight float32 [out_features, in_features] into panels, which lie in the slabs."""
+    panels = _pack(library, slabs, [weight])
+    return PackedWeight(panels, None if bias is None else bias.detach().contiguous(), len(weight))
 
 
 def pack_gated(
     library: ctypes.CDLL,
+    slabs: HugeSlabs,
     gate: tuple[Tensor, Tensor | None],
     up: tuple[Tensor, Tensor | None],
     activation: Activation,
 ) -> PackedWeight:
-    """Copy the weights of a gated pair, each float32 [width, in_features], into panels."""
+    """Copy the weights of a gated pair, each float32 [width, in_features], into panels, which lie in the slabs."""
     assert takes_activation(activation)
     biases = [bias for _, bias in (gate, up) if bias is not None]
     assert len(biases) in (0, 2)
     joined = torch.cat(biases).detach() if biases else None
-    return PackedWeight(_pack(library, [gate[0], up[0]]), joined, len(gate[0]), activation, is_gated=True)
+    return PackedWeight(_pack(library, slabs, [gate[0], up[0]]), joined, len(gate[0]), activation, is_gated=True)
 
 
-def _pack(library: ctypes.CDLL, weights: list[Tensor]) -> Tensor:
+def _pack(library: ctypes.CDLL, slabs: HugeSlabs, weights: list[Tensor]) -> Tensor:
     """Copy weights of one shape into panels, those of one after those of the other."""
     assert all(weight.dtype == torch.float32 for weight in weights)
     copied = [weight.detach().contiguous() for weight in weights]
@@ -88,7 +91,7 @@ def _pack(library: ctypes.CDLL, weights: list[Tensor]) -> Tensor:
     out_features, in_features = copied[0].shape
     panel = int(library.cbatch_linear_panel())
     shape = (len(weights), -(-out_features // panel), in_features, panel)
-    panels = torch.empty(shape, dtype=torch.bfloat16 if is_narrow else torch.float32)
+    panels = slabs.empty(shape, torch.bfloat16 if is_narrow else torch.float32)
     sizes = [ctypes.c_int64(out_features), ctypes.c_int64(in_features)]
     options = [ctypes.c_int64(is_narrow), ctypes.c_int64(torch.get_num_threads())]
     for pointer, of_weight in zip(pointers, panels, strict=True):

@@ -11,6 +11,7 @@ import torch
 from cbatch_kernels import dispatch
 from cbatch_kernels.compile import load_kernels
 from cbatch_kernels.decoder import CompiledDecoder, DecoderLayer, LayerCache, Norm, decoder_ref
+from cbatch_kernels.huge_pages import HugeSlabs
 from cbatch_kernels.metadata import PagedMetadata
 from cbatch_kernels.packed_linear import PackedWeight, linear_packed, pack_gated, pack_weight
 from torch import Tensor
@@ -72,14 +73,16 @@ def build_layer(library: ctypes.CDLL, kind: Kind, draw: Draw) -> DecoderLayer:
     def norm(size: int) -> Norm:
         return Norm(1 + draw(size), 1e-5)
 
-    attended = kind.num_heads * kind.head_dim
+    attended, slabs = kind.num_heads * kind.head_dim, HugeSlabs()
     return DecoderLayer(
         input_norm=norm(WIDTH),
-        heads=pack_weight(library, *parameters(attended + 2 * kind.kv_heads * kind.head_dim, WIDTH)),
-        output=pack_weight(library, *parameters(WIDTH, attended)),
+        heads=pack_weight(library, slabs, *parameters(attended + 2 * kind.kv_heads * kind.head_dim, WIDTH)),
+        output=pack_weight(library, slabs, *parameters(WIDTH, attended)),
         output_norm=norm(WIDTH),
-        gated=pack_gated(library, parameters(INTERMEDIATE, WIDTH), parameters(INTERMEDIATE, WIDTH), "silu"),
-        down=pack_weight(library, *parameters(WIDTH, INTERMEDIATE)),
+        gated=pack_gated(
+            library, HugeSlabs(), parameters(INTERMEDIATE, WIDTH), parameters(INTERMEDIATE, WIDTH), "silu"
+        ),
+        down=pack_weight(library, slabs, *parameters(WIDTH, INTERMEDIATE)),
         num_heads=kind.num_heads,
         kv_heads=kind.kv_heads,
         head_dim=kind.head_dim,
@@ -141,6 +144,12 @@ def copies(caches: list[LayerCache]) -> list[LayerCache]:
     return [LayerCache(c.key_pages.clone(), c.value_pages.clone(), c.slot_mapping, c.metadata) for c in caches]
 
 
+def check_same(caches: list[LayerCache], others: list[LayerCache]) -> None:
+    for one, other in zip(caches, others, strict=True):
+        assert torch.equal(one.key_pages, other.key_pages)
+        assert torch.equal(one.value_pages, other.value_pages)
+
+
 @pytest.mark.parametrize("lens", BATCHES, ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=repr)
 def test_layers_in_one_call(library: ctypes.CDLL, kind: Kind, lens: list[tuple[int, int]]) -> None:
@@ -162,6 +171,12 @@ def test_layers_in_one_call(library: ctypes.CDLL, kind: Kind, lens: list[tuple[i
     for layer, cache in zip(layers, single_caches, strict=True):
         single = one_by_one(layer, library, single, cos, sin, cache)
     assert torch.equal(found, single)
-    for one, other in zip(found_caches, single_caches, strict=True):
-        assert torch.equal(one.key_pages, other.key_pages)
-        assert torch.equal(one.value_pages, other.value_pages)
+    check_same(found_caches, single_caches)
+
+    generator = torch.Generator().manual_seed(num_tokens)
+    for count in {1, (num_tokens + 1) // 2, num_tokens}:
+        wanted = torch.randperm(num_tokens, generator=generator)[:count].sort().values
+        some, some_caches = before.clone(), copies(caches)
+        CompiledDecoder(library, layers)(some, cos, sin, some_caches, wanted)
+        assert torch.equal(some[wanted], single[wanted])
+        check_same(some_caches, single_caches)

@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 import torch
 from cbatch_kernels.compile import load_kernels
+from cbatch_kernels.huge_pages import HugeSlabs
 from cbatch_kernels.linear import Activation
 from cbatch_kernels.packed_linear import linear_packed, pack_gated, pack_weight, takes_activation, takes_packed, unpack
 from torch import Tensor
@@ -47,7 +48,7 @@ def test_products_equal_exact_ones(
 ) -> None:
     weight, bias = draw(outputs, inputs), draw(outputs, seed=1) if has_bias else None
     weight = as_bfloat16(weight) if is_narrow else weight
-    layer = pack_weight(library, weight, bias)
+    layer = pack_weight(library, HugeSlabs(), weight, bias)
     assert layer.panels.dtype == (torch.bfloat16 if is_narrow else torch.float32)
     for rows in ROWS:
         x, residual = draw(rows, inputs + 3, seed=2)[:, :inputs], draw(rows, outputs + 5, seed=3)[:, 2 : outputs + 2]
@@ -68,7 +69,7 @@ def test_gated_pairs_equal_exact_ones(
         (as_bfloat16(draw(outputs, inputs, seed=seed)), draw(outputs, seed=seed + 5) if has_bias else None)
         for seed in (1, 2)
     ]
-    layer = pack_gated(library, *parameters, activation)
+    layer = pack_gated(library, HugeSlabs(), *parameters, activation)
     for rows in ROWS:
         x = draw(rows, inputs, seed=4) * 3 / inputs**0.5  # so that gates are open and shut
         gate, up = (
@@ -81,7 +82,7 @@ def test_gated_pairs_equal_exact_ones(
 
 def test_a_pair_of_which_one_is_exact_in_bfloat16_is_kept_in_float32(library: ctypes.CDLL) -> None:
     narrow, wide = as_bfloat16(draw(9, 5)), draw(9, 5, seed=1)
-    layer = pack_gated(library, (narrow, None), (wide, None), "silu")
+    layer = pack_gated(library, HugeSlabs(), (narrow, None), (wide, None), "silu")
     assert layer.panels.dtype == torch.float32
     x = draw(3, 5, seed=2)
     expected = functional.silu(x.double() @ narrow.double().T) * (x.double() @ wide.double().T)
@@ -98,14 +99,14 @@ def test_packing_keeps_every_number_to_the_bit(
     weight.view(-1)[: len(odd)] = odd[: weight.numel()]
     weight = as_bfloat16(weight) if is_narrow else weight
     for given in (weight, weight.T.contiguous().T):
-        layer = pack_gated(library, (given, None), (-given, None), "silu")
+        layer = pack_gated(library, HugeSlabs(), (given, None), (-given, None), "silu")
         assert layer.panels.dtype == (torch.bfloat16 if is_narrow or (inputs, outputs) == (1, 1) else torch.float32)
         for found, expected in zip(unpack(layer), (weight, -weight), strict=True):
             assert torch.equal(found[0].view(torch.int32), expected.view(torch.int32))
 
 
 def test_a_row_gets_the_same_bits_in_any_batch(library: ctypes.CDLL) -> None:
-    layer, x = pack_weight(library, draw(77, 130), None), draw(203, 130, seed=1)
+    layer, x = pack_weight(library, HugeSlabs(), draw(77, 130), None), draw(203, 130, seed=1)
     whole = linear_packed(library, x, layer)
     for rows in range(1, 60):
         assert torch.equal(linear_packed(library, x[:rows], layer), whole[:rows])
@@ -116,9 +117,9 @@ def test_a_row_gets_the_same_bits_in_any_batch(library: ctypes.CDLL) -> None:
 def test_a_row_that_is_not_finite_spoils_no_other(library: ctypes.CDLL, value: float) -> None:
     gate, up = (as_bfloat16(draw(20, 12, seed=seed)) for seed in (1, 2))
     x = draw(7, 12)
-    clean = linear_packed(library, x, pack_gated(library, (gate, None), (up, None), "silu"))
+    clean = linear_packed(library, x, pack_gated(library, HugeSlabs(), (gate, None), (up, None), "silu"))
     x[3, 5] = value
-    spoilt = linear_packed(library, x, pack_gated(library, (gate, None), (up, None), "silu"))
+    spoilt = linear_packed(library, x, pack_gated(library, HugeSlabs(), (gate, None), (up, None), "silu"))
     others = [row for row in range(7) if row != 3]
     assert torch.equal(spoilt[others], clean[others])
     if value != value:

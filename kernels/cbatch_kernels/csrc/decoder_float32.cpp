@@ -3,6 +3,7 @@
 // A layer is what its operations are when they are called one by one: the same numbers, to the bit.
 
 #include <algorithm>
+#include <cstring>
 
 #include "attention_arguments.h"
 #include "linear.h"
@@ -45,6 +46,8 @@ struct Batch {  // as in ../decoder.py
     const float *cos, *sin;
     int64_t angle_stride, rotary_dim;
     int64_t num_tokens, width, num_threads;
+    const int64_t *wanted;  // ascending: the tokens whose result anybody reads; or null, for all of them
+    int64_t num_wanted;
 };
 
 constexpr int64_t FLOAT32 = 0;
@@ -114,16 +117,40 @@ void attend(const Batch &b, const Layer &layer, const Place &place, float *heads
     cbatch_paged_attention_float32(&attention);
 }
 
-void run_layer(const Batch &b, const Layer &layer, const Place &place) {
+// What follows attention.
+void finish_layer(const Batch &b, const Layer &layer, const float *attended, float *normed, float *gated) {
+    multiply(b, layer.output, attended, layer.num_heads * layer.head_dim, b.hidden, b.hidden);
+    normalise(b, layer.output_norm, b.hidden, normed);
+    multiply(b, layer.gated, normed, b.width, nullptr, gated);
+    multiply(b, layer.down, gated, layer.gated.out_features, b.hidden, b.hidden);
+}
+
+void move_row(float *rows, int64_t size, int64_t from, int64_t to) {
+    if (from != to) std::memcpy(rows + to * size, rows + from * size, size * sizeof(float));
+}
+
+// The same for the tokens that are wanted, moved together and back; the others stay unfinished.
+void finish_wanted(const Batch &b, const Layer &layer, float *attended, float *normed, float *gated) {
+    Batch few = b;
+    few.num_tokens = b.num_wanted;
+    for (int64_t i = 0; i < b.num_wanted; i++) {
+        move_row(b.hidden, b.width, b.wanted[i], i);
+        move_row(attended, layer.num_heads * layer.head_dim, b.wanted[i], i);
+    }
+    finish_layer(few, layer, attended, normed, gated);
+    for (int64_t i = b.num_wanted - 1; i >= 0; i--) move_row(b.hidden, b.width, i, b.wanted[i]);
+}
+
+void run_layer(const Batch &b, const Layer &layer, const Place &place, bool is_last) {
     float *normed = b.workspace, *heads = normed + b.num_tokens * b.width;
     float *attended = heads + b.num_tokens * heads_of(layer) * layer.head_dim, *gated = heads;
     normalise(b, layer.input_norm, b.hidden, normed);
     multiply(b, layer.heads, normed, b.width, nullptr, heads);
     attend(b, layer, place, heads, attended);
-    multiply(b, layer.output, attended, layer.num_heads * layer.head_dim, b.hidden, b.hidden);
-    normalise(b, layer.output_norm, b.hidden, normed);
-    multiply(b, layer.gated, normed, b.width, nullptr, gated);
-    multiply(b, layer.down, gated, layer.gated.out_features, b.hidden, b.hidden);
+    if (is_last && b.wanted)
+        finish_wanted(b, layer, attended, normed, gated);
+    else
+        finish_layer(b, layer, attended, normed, gated);
 }
 
 }  // namespace
@@ -135,5 +162,5 @@ CBATCH_API int64_t cbatch_decoder_workspace(const Layer *layers, int64_t num_lay
 }
 
 CBATCH_API void cbatch_decoder(const Layer *layers, const Place *places, int64_t num_layers, const Batch *batch) {
-    for (int64_t i = 0; i < num_layers; i++) run_layer(*batch, layers[i], places[i]);
+    for (int64_t i = 0; i < num_layers; i++) run_layer(*batch, layers[i], places[i], i == num_layers - 1);
 }

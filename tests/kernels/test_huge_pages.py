@@ -1,4 +1,4 @@
-"""The cache's memory is marked for huge pages, where the system has them, and is as it was otherwise."""
+"""Memory is marked for huge pages, where the system has them, and is as it was otherwise."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from cbatch.engine.huge_pages import HUGE_PAGE_BYTES, advise_huge_pages
+from cbatch_kernels.huge_pages import ALIGNMENT, HUGE_PAGE_BYTES, SLAB_BYTES, HugeSlabs, advise_huge_pages
 
 MAPS = Path("/proc/self/smaps")
 SUPPORT = Path("/sys/kernel/mm/transparent_hugepage")
@@ -45,3 +44,23 @@ def test_where_there_are_none_nothing_happens(monkeypatch: pytest.MonkeyPatch) -
     tensor = torch.ones(2 * HUGE_PAGE_BYTES, dtype=torch.uint8)
     advise_huge_pages(tensor)
     assert tensor.all()
+
+
+def test_tensors_lie_one_behind_the_other_in_slabs() -> None:
+    slabs = HugeSlabs()
+    sizes = [(3, 7), (1,), (SLAB_BYTES // 2,), (0,), (SLAB_BYTES // 4, 2), (SLAB_BYTES + 1,), (5,)]
+    tensors = [slabs.empty(size, torch.bfloat16 if i % 2 else torch.float32) for i, size in enumerate(sizes)]
+    for i, tensor in enumerate(tensors):
+        assert tensor.shape == sizes[i]
+        assert tensor.is_contiguous()
+        assert tensor.data_ptr() % ALIGNMENT == 0
+        tensor.fill_(i)
+    for i, tensor in enumerate(tensors):
+        assert (tensor == i).all()  # none lies in another
+    assert tensors[1].data_ptr() - tensors[0].data_ptr() < 2 * ALIGNMENT + tensors[0].nbytes
+
+
+@pytest.mark.skipif(not SUPPORT.exists(), reason="this system has no huge pages")
+def test_slabs_are_advised_and_take_memory_where_they_are_written() -> None:
+    tensor = HugeSlabs().empty((3 * HUGE_PAGE_BYTES,), torch.uint8)
+    assert "hg" in flags_at(tensor.data_ptr() + HUGE_PAGE_BYTES)
