@@ -45,6 +45,14 @@ def test_quiet_says_nothing_but_errors(folder: Path) -> None:
     assert "1 of 1 row failed" in done.stderr
 
 
+def test_a_tuned_file_says_what_differs_and_changes_nothing_else(folder: Path) -> None:
+    (folder / "tuned.toml").write_text("[evidence]\nmodel_identity = 'of another'\n")
+    done = run_job(folder, "--config", "tuned.toml")
+    assert done.returncode == 0, done.stderr
+    assert "the settings were tuned for other circumstances: another model" in done.stderr
+    check_output(folder)
+
+
 def test_verbose_gives_every_setting_its_reason(folder: Path) -> None:
     assert "max_requests_per_batch = 8 (stub)" in run_job(folder, "-v").stderr
 

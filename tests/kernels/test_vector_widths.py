@@ -15,6 +15,8 @@ from cbatch_kernels import compile as module
 from cbatch_kernels import dispatch
 from cbatch_kernels.compile import CompiledKernels
 from cbatch_kernels.dispatch import cache_write, paged_attention, rms_norm, rope_cache_write
+from cbatch_kernels.huge_pages import HugeSlabs
+from cbatch_kernels.packed_linear import linear_packed, pack_weight, unpack
 from cbatch_kernels.rms_norm import rms_norm_ref
 from cbatch_kernels.rope_cache_write import rope_ref
 
@@ -97,3 +99,18 @@ def test_the_other_kernels_equal_their_references() -> None:
     pages = torch.zeros(2, 3, 4, 40)
     cache_write(heads, heads, pages, pages.clone(), torch.tensor([5, 0, 3, 7, 1]))
     assert torch.equal(pages[1, :, 1], heads[0])
+
+
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_products_equal_exact_ones(load: Load, is_narrow: bool) -> None:
+    library = load(torch.float32).library
+    assert library is not None
+    weight = torch.randn(77, 40)
+    weight = weight.bfloat16().float() if is_narrow else weight
+    layer = pack_weight(library, HugeSlabs(), weight, None)
+    assert layer.panels.dtype == (torch.bfloat16 if is_narrow else torch.float32)
+    assert torch.equal(unpack(layer)[0][0], weight)
+    for rows in (1, 5, 31, 110):  # parts of a tile, and more than a block of them
+        x = torch.randn(rows, 40)
+        expected = x.double() @ weight.double().T
+        torch.testing.assert_close(linear_packed(library, x, layer).double(), expected, rtol=1e-5, atol=2e-5)
